@@ -1,0 +1,198 @@
+"""The one configuration tree: the same for the command line, `serve run`, a RayService and Python.
+
+The environment is read in one place only (`cache_folder`).
+"""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engine.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetConfig(_Section):
+    """The model whose text is served."""
+
+    model: str = Field(DEFAULT_MODEL, description="Hugging Face id, local folder, GGUF file, or an alias of `outrider fetch`")
+    name: str | None = Field(None, description="name in the API; default: the last part of `model`")
+    dtype: DTypeName = Field("auto", description="auto: bfloat16 where the device computes in it, else float32")
+    device: str = Field("auto", description="auto (CUDA when the actor has a GPU), cpu, cuda, cuda:1")
+    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each target")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
+    max_context: int | None = Field(
+        None, ge=16, description="longest prompt + output in tokens; default: the model's own limit"
+    )
+    kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
+
+
+class DraftConfig(_Section):
+    """Where draft tokens come from."""
+
+    source: Literal["self-int8", "model", "ngram", "none"] = Field(
+        "self-int8",
+        description="self-int8: the target's own int8 copy; model: a named model; ngram: text itself; none: no drafts",
+    )
+    model: str | None = Field(None, description="the draft model, for `source: model`")
+    dtype: DTypeName | Literal["int8"] = Field("auto", description="int8 quantises the linear layers of a named draft")
+    device: str = Field("auto", description="as target.device")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
+    kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
+    timeout_s: float = Field(0.25, gt=0, description="a round that waits longer for its drafts goes on without them")
+
+    @model_validator(mode="after")
+    def _model_matches_source(self) -> "DraftConfig":
+        if self.source == "model" and self.model is None:
+            raise ValueError("draft.model is missing: `source: model` needs the name of a draft model")
+        if self.source != "model" and self.model is not None:
+            raise ValueError(f"draft.model is set but draft.source is '{self.source}': set `source: model` or remove the model")
+        return self
+
+
+class LanesConfig(_Section):
+    """Routers, each with its own target."""
+
+    min: int = Field(1, ge=1, description="lanes that always run")
+    max: int = Field(1, ge=1, description="lanes at high load; above `min` Ray Serve scales between the two")
+    max_batch: int = Field(64, ge=1, description="requests that decode together in one lane")
+    prefill_tokens: int = Field(
+        512, ge=16, description="tokens of prompts that one round may process beside the decoding requests"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "LanesConfig":
+        if self.max < self.min:
+            raise ValueError(f"lanes.max ({self.max}) is below lanes.min ({self.min})")
+        return self
+
+
+class DraftsConfig(_Section):
+    """The pool of draft replicas that all lanes share."""
+
+    replicas: int = Field(1, ge=0, description="draft replicas; 0 serves without a draft model")
+    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each draft")
+
+
+class SpeculationConfig(_Section):
+    """How drafts are decided on."""
+
+    rule: Literal["coupled", "rejection"] = Field(
+        "coupled", description="acceptance rule for sampling; temperature 0 is always greedy"
+    )
+    max_depth: int = Field(8, ge=0, le=64, description="most draft tokens per request and round; 0 switches speculation off")
+    depth: int | Literal["auto"] = Field("auto", description="auto: from the load; a number: fixed, for measurements")
+    ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram looked up in prompt and output")
+
+    @model_validator(mode="after")
+    def _depth_in_range(self) -> "SpeculationConfig":
+        if self.depth != "auto" and not 0 <= self.depth <= self.max_depth:
+            raise ValueError(
+                f"speculation.depth must lie between 0 and speculation.max_depth ({self.max_depth}), got {self.depth}"
+            )
+        return self
+
+
+class ControllerConfig(_Section):
+    """How the depth follows the load."""
+
+    report_interval_s: float = Field(0.25, gt=0, le=5, description="how often lanes and drafts report to the controller")
+    arrival_half_life_s: float = Field(2.0, gt=0, description="half-life of the average that estimates the arrival rate")
+    dwell_s: float = Field(1.0, ge=0, description="least time between raising the depth from 0 and the change before it")
+
+
+class ApiConfig(_Section):
+    """The HTTP endpoint."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    replicas: int = Field(1, ge=1, description="API processes")
+    max_waiting: int = Field(256, ge=1, description="requests that may wait for a lane; more are answered 429")
+    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="larger request bodies are answered 413")
+    max_stop_strings: int = Field(16, ge=1, le=64, description="stop strings that one request may bring")
+    max_choices: int = Field(16, ge=1, description="most choices (n times prompts) of one request")
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="when a request names none; default: up to the context limit"
+    )
+
+
+class OutriderConfig(_Section):
+    """Everything that can be set."""
+
+    target: TargetConfig = Field(default_factory=lambda: TargetConfig())
+    draft: DraftConfig = Field(default_factory=lambda: DraftConfig())
+    lanes: LanesConfig = Field(default_factory=lambda: LanesConfig())
+    drafts: DraftsConfig = Field(default_factory=lambda: DraftsConfig())
+    speculation: SpeculationConfig = Field(default_factory=lambda: SpeculationConfig())
+    controller: ControllerConfig = Field(default_factory=lambda: ControllerConfig())
+    api: ApiConfig = Field(default_factory=lambda: ApiConfig())
+
+    @property
+    def served_model_name(self) -> str:
+        """The name clients send as ``model``."""
+        return self.target.name or Path(self.target.model).name.removesuffix(".gguf") or self.target.model
+
+
+def parse_config(data: Any) -> OutriderConfig:
+    """Check a configuration read from anywhere; raises `ConfigError` with one line per mistake."""
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"the configuration must be a mapping of sections such as 'target:', got {type(data).__name__}")
+    try:
+        return OutriderConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def load_config(path: str | Path | None) -> OutriderConfig:
+    """Read a YAML file; None gives the defaults."""
+    if path is None:
+        return OutriderConfig()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        return parse_config(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def cache_folder() -> Path:
+    """Where fetched and converted models are kept: ``OUTRIDER_CACHE``, else ``XDG_CACHE_HOME/outrider``."""
+    explicit = os.environ.get("OUTRIDER_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def _explain(item: Any) -> str:
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown option '{location}'{_nearest(item['loc'])}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return message if location and message.startswith(location) else f"{location}: {message}"
+
+
+def _nearest(location: tuple[Any, ...]) -> str:
+    model: type[BaseModel] = OutriderConfig
+    for part in location[:-1]:
+        model = model.model_fields[part].annotation  # type: ignore[assignment]
+    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{'.'.join([*map(str, location[:-1]), close[0]])}'?"
+    return f"; known options here: {', '.join(model.model_fields)}"

@@ -1,0 +1,237 @@
+"""What crosses between the parts: plain frozen data, no torch, no Ray.
+
+Lengths say what they measure. ``base_length`` is the number of tokens of a sequence that both sides agree are already in the
+worker's KV cache; rolling back is sending a smaller ``base_length`` than before.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this temperature a request is greedy: dividing float32 logits by less overflows and leaves one token anyway."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request is sampled and when it stops. Validated where it enters (`engine.request.check_params`)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides (multiplies, when negative) the logits of every token in prompt and output."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output."""
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    """64 bits, unsigned. The router draws one for a request that brings none."""
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Alternatives to report beside the chosen token; None = no logprobs at all."""
+    max_depth: int | None = None
+    """The request's own bound on the depth; 0 switches speculation off for it."""
+    rule: str = "coupled"
+    """Acceptance rule for temperature > 0; greedy requests always use ``greedy``."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the request takes the most likely token at every position."""
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def acceptance_rule(self) -> str:
+        """Name of the rule in `engine.accept.RULES` that decides this request's drafts."""
+        return "greedy" if self.greedy else self.rule
+
+
+class SequenceContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know of a sequence besides its tokens. Sent when the sequence is opened, kept as soft state."""
+
+    params: SamplingParams
+    prompt_length: int
+    """Tokens before the first generated one; penalties and ``min_tokens`` count from here."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probabilities (natural log) of the model's own distribution, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), most likely first."""
+
+
+# A sparse distribution: (token ids, probabilities), what a remote draft actually sampled from.
+SparseProbs = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+class ProposeItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for up to ``depth`` draft tokens after ``base_length + len(tokens)`` committed ones. ``depth`` 0 only catches up."""
+
+    sequence_id: str
+    base_length: int
+    tokens: tuple[int, ...]
+    depth: int
+    context: SequenceContext | None = None
+
+
+class ProposeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One message per round for the whole batch."""
+
+    round_id: int
+    items: tuple[ProposeItem, ...]
+    release: tuple[str, ...] = ()
+    """Sequences that ended: the worker forgets them."""
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """A draft. Empty ``tokens`` with ``reason`` set says why there is none."""
+
+    sequence_id: str
+    tokens: tuple[int, ...] = ()
+    probs: tuple[SparseProbs, ...] | None = None
+    """One per token, for rules that need q; None from a source that is certain (q is one-hot)."""
+    known_length: int = 0
+    """Committed tokens that the draft now holds."""
+    reason: str | None = None
+    """need_context | catching_up | out_of_context | no_match | bad_logits | ..."""
+
+
+class ProposeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers a `ProposeRequest`; proposals may be missing or in any order."""
+
+    round_id: int
+    proposals: tuple[Proposal, ...]
+    step_time_s: float = 0.0
+    num_steps: int = 0
+    """Draft forwards that were run: the longest depth in the batch, plus catching up."""
+
+
+class VerifyItem(msgspec.Struct, frozen=True, kw_only=True):
+    """``tokens`` (committed, not yet in the KV cache, at least one) followed by ``draft``.
+
+    With ``sample`` false the tokens are only a chunk of a prefill: nothing is sampled and ``draft`` is empty.
+    """
+
+    sequence_id: str
+    base_length: int
+    tokens: tuple[int, ...]
+    draft: tuple[int, ...] = ()
+    draft_probs: tuple[SparseProbs, ...] | None = None
+    context: SequenceContext | None = None
+    sample: bool = True
+
+
+class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One ragged forward of the target."""
+
+    round_id: int
+    items: tuple[VerifyItem, ...]
+    release: tuple[str, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the target committed: the ``accepted`` first draft tokens and then its own recovery or bonus token.
+
+    ``tokens`` is empty for a prefill chunk, when the worker needs context, and on an error.
+    """
+
+    sequence_id: str
+    accepted: int = 0
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    need_context: bool = False
+    """The worker does not hold ``base_length`` tokens of this sequence: send it again from 0, with its context."""
+    error: str | None = None
+    """This sequence cannot go on (for example NaN logits); the others are not affected."""
+
+
+class VerifyReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers a `VerifyRequest`, one verdict per item, in the same order."""
+
+    round_id: int
+    verdicts: tuple[Verdict, ...]
+    step_time_s: float = 0.0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself when a router connects."""
+
+    name: str
+    vocab_size: int
+    """Ids below this can be sampled; padding of the head beyond the tokenizer is not."""
+    max_context: int
+    kv_capacity_tokens: int
+    """Tokens of KV cache over all sequences."""
+    kv_block_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    """Hash of the tokenizer's vocabulary: draft and target must agree on what an id means."""
+    device: str
+    dtype: str
+    dtype_reason: str = ""
+    step_times: tuple[tuple[int, float], ...] = ()
+    """Measured when the worker started: (tokens in one forward, seconds)."""
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one round added to one request. The last one carries a finish reason and the request's totals."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_drafted: int = 0
+    """Draft tokens verified for this request so far."""
+    num_accepted: int = 0
+    """Those among them that were committed and shown."""
+    num_rounds: int = 0
+    depth: int = 0
+    """Depth of the round that made this delta."""
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one round did, for the acceptance estimate, the cost model and the metrics."""
+
+    round_id: int
+    batch_size: int
+    """Requests that decoded (a prefill chunk does not count)."""
+    num_waiting: int
+    num_target_tokens: int
+    num_prefill_tokens: int
+    num_committed: int
+    """Tokens shown to users."""
+    num_drafted: int
+    num_accepted: int
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    """Depth of each decoding request."""
+    verify_time_s: float = 0.0
+    draft_time_s: float = 0.0
+    round_time_s: float = 0.0
+    num_finished: int = 0
+    num_preempted: int = 0
+    fallbacks: dict[str, int] = {}
+    """Requests that ran without the draft they asked for, by reason."""

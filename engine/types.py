@@ -61,6 +61,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return "greedy" if self.greedy else self.rule
 
 
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream of tokens to make. ``prompt_ids`` is not empty; a choice of ``n`` > 1 is a request of its own."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    """Tokens already committed elsewhere: the request resumes after them (they are not sent again)."""
+
+
 class SequenceContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know of a sequence besides its tokens. Sent when the sequence is opened, kept as soft state."""
 

@@ -1,0 +1,227 @@
+"""Two ways to play rounds: in this process (`SyncDriver`) and with models elsewhere (`AsyncDriver`, the router's)."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from engine.errors import OutriderError
+from engine.propose.base import DraftSource
+from engine.request import Event, Request
+from engine.round import NoDrafts, Propose, RoundResult, Steps, Verify, play_round
+from engine.scheduler import Scheduler
+from engine.text import TokenDecoder
+from engine.types import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    ProposeReply,
+    ProposeRequest,
+    StepReport,
+    VerifyReply,
+    VerifyRequest,
+)
+from engine.verify.base import TargetModel
+
+logger = logging.getLogger(__name__)
+Clock = Callable[[], float]
+
+
+class TargetLost(OutriderError):
+    """The target does not answer any more and holds nothing; raised by a verify call, once per loss."""
+
+
+class DraftUnavailable(OutriderError):
+    """No drafts can be had now; the message is the reason that is counted."""
+
+
+class SyncDriver:
+    """All parts in one process, one call after the other: tests, `outrider generate`, benchmarks."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        source: DraftSource | None,
+        scheduler: Scheduler,
+        decoder: TokenDecoder | None = None,
+        clock: Clock = time.monotonic,
+    ):
+        self.target = target
+        self.source = source
+        self.scheduler = scheduler
+        self._decoder = decoder
+        self._clock = clock
+        self._round_id = 0
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; raises `Overloaded` when the queue is full."""
+        self.scheduler.add(Request(request, self._decoder, self._clock()))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request if it is still alive."""
+        request = self.scheduler.find(request_id)
+        if request is not None:
+            self.scheduler.remove(request, Event.CANCEL)
+
+    def step(self) -> RoundResult:
+        """Play one round."""
+        now_s = self._clock()
+        self._round_id += 1
+        steps = play_round(self.scheduler, self._round_id, now_s, drafts=self.source is not None)
+        result = self._drive(steps)
+        self.scheduler.policy.report(_timed(result.report, self._clock() - now_s), now_s)
+        return result
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Delta]:
+        """Run requests to their ends, yielding what each round commits."""
+        for request in requests:
+            self.add(request)
+        while self.scheduler.running or self.scheduler.waiting:
+            yield from self.step().deltas
+
+    def _drive(self, steps: Steps) -> RoundResult:
+        try:
+            wish = next(steps)
+            while True:
+                wish = steps.send(
+                    self._propose(wish.request) if isinstance(wish, Propose) else self.target.verify(wish.request)
+                )
+        except StopIteration as finished:
+            result: RoundResult = finished.value
+            return result
+
+    def _propose(self, request: ProposeRequest) -> ProposeReply:
+        if self.source is None:
+            raise AssertionError("a round asked for drafts although there is no source")
+        return self.source.propose(request)
+
+
+class RemoteTarget(Protocol):
+    """A target in another process."""
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        """As `TargetModel.verify`; raises `TargetLost` when a new one took its place."""
+
+
+class RemoteDraft(Protocol):
+    """A source of drafts that may be anywhere, or nowhere."""
+
+    @property
+    def available(self) -> bool:
+        """Whether asking makes sense now."""
+
+    async def propose(self, request: ProposeRequest) -> ProposeReply:
+        """As `DraftSource.propose`; raises `DraftUnavailable` at the latest when its deadline has passed."""
+
+
+class AsyncDriver:
+    """Plays rounds for many concurrent streams. One task (`run`) changes running requests; the streams only queue and wait."""
+
+    def __init__(
+        self,
+        target: RemoteTarget,
+        draft: RemoteDraft,
+        scheduler: Scheduler,
+        decoder: TokenDecoder | None = None,
+        on_report: Callable[[StepReport], None] = lambda report: None,
+        clock: Clock = time.monotonic,
+    ):
+        self.scheduler = scheduler
+        self._target = target
+        self._draft = draft
+        self._decoder = decoder
+        self._on_report = on_report
+        self._clock = clock
+        self._round_id = 0
+        self._streams: dict[str, asyncio.Queue[Delta]] = {}
+        self._cancelled: list[str] = []
+        self._wake = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Stream one request. Leaving the iterator early cancels it. Raises `Overloaded` before the first item."""
+        self.scheduler.add(Request(request, self._decoder, self._clock()))
+        stream: asyncio.Queue[Delta] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._wake.set()
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.get()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self._cancelled.append(request.request_id)
+                self._wake.set()
+
+    async def run(self) -> None:
+        """Play rounds while there is work, for ever. A failing round fails its requests, never the loop."""
+        while True:
+            self._drop_cancelled()
+            if not self.scheduler.has_work:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                await self._step()
+            except TargetLost as error:
+                logger.warning("target lost, prefilling %d requests again: %s", len(self.scheduler.running), error)
+                self.scheduler.forget_target()
+            except Exception as error:
+                logger.exception("round %d failed", self._round_id)
+                self._fail_running(f"the target could not run this round: {type(error).__name__}")
+
+    async def _step(self) -> None:
+        now_s = self._clock()
+        self._round_id += 1
+        steps = play_round(self.scheduler, self._round_id, now_s, drafts=self._draft.available)
+        result = await self._drive(steps)
+        for delta in result.deltas:
+            self._deliver(delta)
+        report = _timed(result.report, self._clock() - now_s)
+        self.scheduler.policy.report(report, now_s)
+        self._on_report(report)
+
+    async def _drive(self, steps: Steps) -> RoundResult:
+        try:
+            wish = next(steps)
+            while True:
+                wish = steps.send(await self._answer(wish))
+        except StopIteration as finished:
+            result: RoundResult = finished.value
+            return result
+
+    def _answer(self, wish: Propose | Verify) -> Awaitable[ProposeReply | NoDrafts | VerifyReply]:
+        return self._propose(wish.request) if isinstance(wish, Propose) else self._target.verify(wish.request)
+
+    async def _propose(self, request: ProposeRequest) -> ProposeReply | NoDrafts:
+        try:
+            return await self._draft.propose(request)
+        except DraftUnavailable as error:
+            return NoDrafts(str(error))
+
+    def _deliver(self, delta: Delta) -> None:
+        stream = self._streams.get(delta.request_id)
+        if stream is not None:
+            stream.put_nowait(delta)
+
+    def _drop_cancelled(self) -> None:
+        for request_id in self._cancelled:
+            request = self.scheduler.find(request_id)
+            if request is not None:
+                self.scheduler.remove(request, Event.CANCEL)
+            self._cancelled.clear()
+
+    def _fail_running(self, message: str) -> None:
+        for request in list(self.scheduler.running):
+            self.scheduler.remove(request, Event.FAIL)
+            self._deliver(Delta(request_id=request.id, token_ids=(), finish_reason=FinishReason.ERROR, error=message))
+
+
+def _timed(report: StepReport, round_time_s: float) -> StepReport:
+
+    return msgspec.structs.replace(report, round_time_s=round_time_s)

@@ -1,0 +1,206 @@
+"""One request: its tokens, its state, and the single place where committed tokens are walked one by one."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+from typing import Protocol
+
+from engine.errors import InvalidRequest
+from engine.text import TextStream, TokenDecoder
+from engine.types import FinishReason, GenerateRequest, ModelInfo, SamplingParams, SequenceContext, TokenLogprob
+
+
+class State(StrEnum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Event(StrEnum):
+    """What can happen to a request."""
+
+    ADMIT = "admit"
+    CAUGHT_UP = "caught_up"
+    LOSE_CACHE = "lose_cache"
+    PREEMPT = "preempt"
+    REQUEUE = "requeue"
+    FINISH = "finish"
+    CANCEL = "cancel"
+    FAIL = "fail"
+
+
+LIVE = frozenset({State.WAITING, State.PREFILLING, State.DECODING, State.PREEMPTED})
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.ADMIT): State.PREFILLING,
+    (State.PREFILLING, Event.CAUGHT_UP): State.DECODING,
+    (State.PREFILLING, Event.LOSE_CACHE): State.PREFILLING,
+    (State.DECODING, Event.LOSE_CACHE): State.PREFILLING,
+    (State.PREFILLING, Event.PREEMPT): State.PREEMPTED,
+    (State.DECODING, Event.PREEMPT): State.PREEMPTED,
+    (State.PREEMPTED, Event.REQUEUE): State.WAITING,
+    (State.DECODING, Event.FINISH): State.FINISHED,
+    **{(state, Event.CANCEL): State.CANCELLED for state in LIVE},
+    **{(state, Event.FAIL): State.FAILED for state in LIVE},
+}
+
+
+class InvalidTransitionError(RuntimeError):
+    """A bug in the scheduler: an event arrived in a state that does not know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What of a run of tokens is shown: everything after the first stop is gone, from ids and logprobs alike."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+
+
+class Request:
+    """A request in a lane. Lengths count tokens from the start of the prompt."""
+
+    def __init__(self, request: GenerateRequest, decoder: TokenDecoder | None, arrived_s: float):
+        """``decoder`` is needed for stop strings only; ids already committed elsewhere are walked through it first."""
+        self.id = request.request_id
+        self.params: SamplingParams = request.params
+        self.prompt_length = len(request.prompt_ids)
+        self.ids: list[int] = [*request.prompt_ids, *request.output_ids]
+        self.state = State.WAITING
+        self.arrived_s = arrived_s
+        self.target_length = 0
+        """Tokens in the target's KV cache; 0 also means that the target must be told the context again."""
+        self.draft_length = 0
+        """Committed tokens that the draft is believed to hold."""
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_rounds = 0
+        self._text: TextStream | None = None
+        if self.params.stop:
+            if decoder is None:
+                raise InvalidRequest("stop strings need a tokenizer on the router", "stop")
+            self._text = TextStream(decoder, self.params.stop, self.params.min_tokens)
+            for token in request.output_ids:
+                self._text.push(token)
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens so far."""
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that the target has not seen; 1 while decoding."""
+        return len(self.ids) - self.target_length
+
+    @property
+    def context(self) -> SequenceContext:
+        """What a worker needs to sample for this request."""
+        return SequenceContext(params=self.params, prompt_length=self.prompt_length)
+
+    def apply(self, event: Event) -> None:
+        """Move to the next state; raises `InvalidTransitionError` where the table has no entry."""
+        try:
+            self.state = TRANSITIONS[self.state, event]
+        except KeyError:
+            raise InvalidTransitionError(f"request {self.id}: no '{event}' in state '{self.state}'") from None
+
+    def commit(
+        self, run: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, eos_token_ids: frozenset[int]
+    ) -> Committed:
+        """Walk a committed run token by token; the first rule to fire wins and everything after it is cut.
+
+        Order at one token: EOS or a stop id, a stop string, then ``max_tokens``.
+        """
+        for count, token in enumerate(run, start=1):
+            self.ids.append(token)
+            reason, stop_string = self._check(token, eos_token_ids)
+            if reason is not None:
+                return Committed(run[:count], logprobs[:count] if logprobs is not None else None, reason, stop_string)
+        return Committed(run, logprobs)
+
+    def _check(self, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, str | None]:
+        if (token in eos_token_ids and not self.params.ignore_eos) or token in self.params.stop_token_ids:
+            return FinishReason.STOP, None
+        if self._text is not None:
+            self._text.push(token)
+            if self._text.matched is not None:
+                return FinishReason.STOP, self._text.matched
+        if self.num_output >= self.params.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+class _Bounds(Protocol):
+    def __call__(self, value: float) -> bool: ...
+
+
+_RANGES: dict[str, tuple[_Bounds, str]] = {
+    "temperature": (lambda v: v >= 0, "a number of at least 0"),
+    "top_p": (lambda v: 0 < v <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "top_k": (lambda v: v >= 0, "0 (off) or more"),
+    "repetition_penalty": (lambda v: v > 0, "a number above 0"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2"),
+    "seed": (lambda v: 0 <= v < 1 << 64, "an integer of 64 bits"),
+    "max_tokens": (lambda v: v >= 1, "at least 1"),
+    "min_tokens": (lambda v: v >= 0, "0 or more"),
+    "logprobs": (lambda v: 0 <= v <= 20, "a number from 0 to 20"),
+    "max_depth": (lambda v: v >= 0, "0 (off) or more"),
+}
+_RULES = ("coupled", "rejection")
+
+
+def check_request(request: GenerateRequest, info: ModelInfo) -> None:
+    """Refuse what no model should see; raises `InvalidRequest` naming the field."""
+    params = request.params
+    for field, (inside, meaning) in _RANGES.items():
+        value = getattr(params, field)
+        if value is not None and not (isfinite(value) and inside(value)):
+            raise InvalidRequest(f"{field} must be {meaning}, got {value}", field)
+    if params.rule not in _RULES:
+        raise InvalidRequest(f"speculation.rule must be one of {', '.join(_RULES)}, got '{params.rule}'", "speculation")
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequest(f"min_tokens ({params.min_tokens}) is above max_tokens ({params.max_tokens})", "min_tokens")
+    if any(not text for text in params.stop):
+        raise InvalidRequest("stop must not hold an empty string: it would end every answer at once", "stop")
+    if any(not isfinite(bias) for bias in params.logit_bias.values()):
+        raise InvalidRequest("logit_bias values must be finite numbers", "logit_bias")
+    _check_ids("logit_bias", params.logit_bias, info.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+    _check_ids("prompt", (*request.prompt_ids, *request.output_ids), info.vocab_size)
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt has no tokens: send at least one", "prompt")
+    _check_room(request, info)
+
+
+def _check_ids(field: str, ids: "dict[int, float] | tuple[int, ...]", vocab_size: int) -> None:
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(f"{field} names token {outside}; this model's ids run from 0 to {vocab_size - 1}", field)
+
+
+def _check_room(request: GenerateRequest, info: ModelInfo) -> None:
+    num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
+    wanted = num_prompt + max_tokens
+    if wanted > info.max_context:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together {wanted}; "
+            f"this model's context holds {info.max_context}",
+            "max_tokens" if num_prompt < info.max_context else "prompt",
+        )
+    if wanted > info.kv_capacity_tokens:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together {wanted}; "
+            f"this server's KV cache holds {info.kv_capacity_tokens} (target.kv_cache_tokens)",
+            "max_tokens",
+        )

@@ -1,0 +1,186 @@
+"""What the controller concludes from the reports of all lanes: the cluster's load and the price table."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from autoscale.acceptance import survival
+from autoscale.cost_model import RoundCost
+from autoscale.depth import choose_depth
+from autoscale.price import break_even_batch, price_at, price_table
+from autoscale.signals import (
+    ArrivalRate,
+    ClusterState,
+    DepthTable,
+    LaneReport,
+    PriceRow,
+    StepTimes,
+    expected_batch,
+    update_arrival_rate,
+)
+
+_NUMBERS = ("num_arrivals", "num_running", "num_waiting", "mean_output_tokens", "tokens_per_s", "acceptance", "mean_depth")
+
+
+class _Lane(msgspec.Struct, frozen=True):
+    report: LaneReport
+    received_s: float
+    arrivals: ArrivalRate
+
+
+class ControllerPolicy:
+    """Keeps the last report of every lane and turns them into one `DepthTable`. Reads no clock, does no I/O.
+
+    Broken input never raises and never reaches the table; it is counted in ``snapshot()["anomalies"]``:
+    ``bad_fields`` (NaN, infinite or negative: the lane's previous value is used, else 0), ``clock_jumps`` (the controller's
+    or a lane's time went backwards or is no number), ``unnamed_lanes``, ``lanes_joined``, ``lanes_dropped``.
+    """
+
+    def __init__(self, max_depth: int, arrival_half_life_s: float = 2.0, lane_timeout_s: float = 5.0):
+        self._max_depth = max_depth
+        self._half_life_s = arrival_half_life_s
+        self._lane_timeout_s = lane_timeout_s
+        self._lanes: dict[str, _Lane] = {}
+        self._now_s = -math.inf
+        self._prices: tuple[PriceRow, ...] = ()
+        self._version = 0
+        self._anomalies: Counter[str] = Counter()
+
+    def ingest(self, report: LaneReport, now_s: float) -> None:
+        """Take in a lane's report; ``now_s`` is the controller's clock."""
+        self._advance(now_s)
+        if not report.lane_id:
+            self._anomalies["unnamed_lanes"] += 1
+            return
+        previous = self._lanes.get(report.lane_id)
+        if previous is None:
+            self._anomalies["lanes_joined"] += 1
+        report = self._cleaned(report, previous.report if previous else None)
+        memory = previous.arrivals if previous else ArrivalRate()
+        if not math.isfinite(report.now_s) or (memory.at_s is not None and report.now_s < memory.at_s):
+            self._anomalies["clock_jumps"] += 1
+        arrivals = update_arrival_rate(memory, report.num_arrivals, report.now_s, self._half_life_s)
+        self._lanes[report.lane_id] = _Lane(report, self._now_s, arrivals)
+
+    def state(self, now_s: float) -> ClusterState:
+        """The live lanes together; lanes silent for ``lane_timeout_s`` are dropped first."""
+        self._advance(now_s)
+        reports = [lane.report for lane in self._lanes.values()]
+        num_lanes = len(reports)
+        rate = sum(lane.arrivals.per_s for lane in self._lanes.values())
+        mean_output_tokens = _mean([report.mean_output_tokens for report in reports if report.mean_output_tokens > 0])
+        return ClusterState(
+            num_lanes=num_lanes,
+            arrival_rate=rate,
+            actual_batch=_mean([report.num_running for report in reports]),
+            predicted_batch=expected_batch(rate, mean_output_tokens, self._time_per_output_token_s(), num_lanes),
+            num_waiting=sum(report.num_waiting for report in reports),
+            acceptance=min(_mean([r.acceptance for r in reports], [r.num_running for r in reports]), 1.0),
+            tokens_per_s=sum(report.tokens_per_s for report in reports),
+            mean_depth=_mean([r.mean_depth for r in reports], [r.num_running for r in reports]),
+        )
+
+    def table(self, now_s: float) -> DepthTable:
+        """What to publish now. Without a measured lane it has no rows, and every lane goes by its own measurements."""
+        state = self.state(now_s)
+        cost = self._cost()
+        prices = () if cost.target.is_default else price_table(state.acceptance, cost, self._max_depth)
+        if prices != self._prices:
+            self._prices = prices
+            self._version += 1
+        reason = _reason(state, prices)
+        return DepthTable(prices=prices, predicted_batch=state.predicted_batch, reason=reason, version=self._version)
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        """The decision and what it rests on, for people and metrics. Batches are per lane."""
+        state, table = self.state(now_s), self.table(now_s)
+        batch = max(state.actual_batch, state.predicted_batch, 1.0)
+        current = price_at(table.prices, batch) if table.prices else None
+        reachable = survival(state.acceptance, self._max_depth)
+        return {
+            "qps": state.arrival_rate,
+            "predicted_batch": state.predicted_batch,
+            "actual_batch": state.actual_batch,
+            "waiting": state.num_waiting,
+            "acceptance": state.acceptance,
+            "tokens_per_s": state.tokens_per_s,
+            "mean_depth": state.mean_depth,
+            "price": current,
+            "depth": None if current is None else choose_depth(reachable, current, self._max_depth),
+            "lanes": sorted(self._lanes),
+            "break_even_batch": break_even_batch(table.prices),
+            "reason": table.reason,
+            "version": table.version,
+            "anomalies": dict(self._anomalies),
+        }
+
+    def _advance(self, now_s: float) -> None:
+        """Move the clock and drop silent lanes; after a step backwards every lane counts as heard of just now."""
+        if not math.isfinite(now_s):
+            self._anomalies["clock_jumps"] += 1
+            return
+        if now_s < self._now_s:
+            self._anomalies["clock_jumps"] += 1
+            self._lanes = {name: msgspec.structs.replace(lane, received_s=now_s) for name, lane in self._lanes.items()}
+        self._now_s = now_s
+        live = {name: lane for name, lane in self._lanes.items() if now_s - lane.received_s <= self._lane_timeout_s}
+        self._anomalies["lanes_dropped"] += len(self._lanes) - len(live)
+        self._lanes = live
+
+    def _cleaned(self, report: LaneReport, previous: LaneReport | None) -> LaneReport:
+        bad = [name for name in _NUMBERS if not (math.isfinite(getattr(report, name)) and getattr(report, name) >= 0)]
+        self._anomalies["bad_fields"] += len(bad)
+        return msgspec.structs.replace(report, **{name: _last_good(previous, name) for name in bad})
+
+    def _cost(self) -> RoundCost:
+        reports = [lane.report for lane in self._lanes.values()]
+        return RoundCost.measured(
+            _pooled([report.target_step_times for report in reports]), _pooled([report.draft_step_times for report in reports])
+        )
+
+    def _time_per_output_token_s(self) -> float:
+        """Measured over the busy lanes, but at most a plain step at their batch.
+
+        A lane that idled for part of its report looks slow per token although its requests are not.
+        """
+        busy = [lane.report for lane in self._lanes.values() if lane.report.num_running > 0 and lane.report.tokens_per_s > 0]
+        running = sum(report.num_running for report in busy)
+        measured_s = running / sum(report.tokens_per_s for report in busy) if busy else math.inf
+        target = self._cost().target
+        plain_s = math.inf if target.is_default else target.time(max(running / max(len(busy), 1), 1.0))
+        return min(measured_s, plain_s)
+
+
+def _last_good(previous: LaneReport | None, name: str) -> float:
+    if previous is None or name == "num_arrivals":
+        return 0
+    value: float = getattr(previous, name)
+    return value
+
+
+def _mean(values: list[float] | list[int], weights: list[int] | None = None) -> float:
+    """Weighted mean; the plain one when all weights are 0, and 0 for no values."""
+    if weights and sum(weights) > 0:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    return sum(values) / len(values) if values else 0.0
+
+
+def _pooled(profiles: list[StepTimes]) -> StepTimes:
+    """All points of all lanes; equal sizes are averaged by the cost model."""
+    return tuple(point for profile in profiles for point in profile)
+
+
+def _reason(state: ClusterState, prices: tuple[PriceRow, ...]) -> str:
+    if not state.num_lanes:
+        return "no lane is reporting"
+    if not prices:
+        return "no lane has reported step times: each goes by its own measurements"
+    limit = break_even_batch(prices)
+    pays = "at every batch size" if limit is None else f"below {limit} requests per lane" if limit > 1 else "at no batch size"
+    return (
+        f"{state.num_lanes} lane{'s' * (state.num_lanes > 1)}, {state.arrival_rate:.2f} requests/s: "
+        f"{state.actual_batch:.1f} running per lane, "
+        f"{state.predicted_batch:.1f} expected; at acceptance {state.acceptance:.2f} speculation pays {pays}"
+    )

@@ -1,0 +1,114 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, survival
+
+
+def _play(estimator, request_id, alpha, rounds, depth, source):
+    for _ in range(rounds):
+        accepted = 0
+        while accepted < depth and source.random() < alpha:
+            accepted += 1
+        estimator.observe(request_id, depth, accepted)
+
+
+def test_only_tested_tokens_count():
+    """Guards against accepted / drafted, which calls a draft bad because it was deep: 1 of 8 kept means 1 of 2 tested."""
+    estimator = AcceptanceEstimator(0.5)
+    for _ in range(400):
+        estimator.observe("r", 8, 1)
+    assert estimator.alpha("r") == pytest.approx(0.5, abs=1e-3)
+    assert estimator.prior == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
+def test_the_estimate_does_not_depend_on_the_depth(alpha):
+    """Guards against censoring bias: the average over time must be the true acceptance at depth 1 as at depth 8.
+
+    An average of 3000 correlated estimates has a standard error below 0.015: 0.05 is more than three of them.
+    """
+    for depth in (1, 8):
+        estimator, source, seen = AcceptanceEstimator(0.7), random.Random(7), []
+        for _ in range(3000):
+            _play(estimator, "r", alpha, 1, depth, source)
+            seen.append(estimator.prior)
+        assert sum(seen[500:]) / len(seen[500:]) == pytest.approx(alpha, abs=0.05)
+
+
+def test_requests_differ_in_one_batch():
+    """Guards against one acceptance for all: code wins and prose loses with the same draft (P08)."""
+    estimator, source = AcceptanceEstimator(), random.Random(1)
+    for _ in range(60):
+        _play(estimator, "code", 0.95, 1, 4, source)
+        _play(estimator, "prose", 0.2, 1, 4, source)
+    assert estimator.alpha("code") > 0.8
+    assert estimator.alpha("prose") < 0.5
+
+
+def test_a_new_request_is_expected_to_be_like_its_class():
+    """Guards against starting every request at the configured prior long after it was proven wrong."""
+    estimator = AcceptanceEstimator(0.9)
+    _play(estimator, "old", 0.0, 100, 4, random.Random(0))
+    assert estimator.alpha("new") == estimator.prior < 0.2
+
+
+def test_shrinkage_formula():
+    """Guards against an estimate of 0 or 1 from a single token: (a + m prior) / (n + m) with the updated prior."""
+    estimator = AcceptanceEstimator(0.7)
+    estimator.observe("r", 1, 1)
+    prior = (0.7 * 16 * 0.98 + 1) / (16 * 0.98 + 1)
+    assert estimator.prior == pytest.approx(prior)
+    assert estimator.alpha("r") == pytest.approx((1 + 8 * prior) / 9)
+
+
+def test_the_class_forgets():
+    """Guards against a draft that went bad being trusted for as long as it was good (P09)."""
+    estimator = AcceptanceEstimator()
+    for _ in range(2000):
+        estimator.observe("r", 4, 4)
+    for _ in range(150):
+        estimator.observe("r", 4, 0)
+    assert estimator.prior < 0.1
+    assert estimator.alpha("r") < 0.1
+
+
+def test_forget_drops_the_request_and_keeps_the_class():
+    """Guards against a leak per request, and against losing what a finished request taught."""
+    estimator = AcceptanceEstimator(0.7)
+    estimator.observe("r", 4, 0)
+    own, prior = estimator.alpha("r"), estimator.prior
+    estimator.forget("r")
+    assert own < prior < 0.7
+    assert estimator.alpha("r") == estimator.prior == prior
+
+
+def test_survival_falls_with_the_position_and_is_never_certain():
+    """Guards against survival 1, at which no price can limit the depth."""
+    estimator = AcceptanceEstimator(1.0)
+    values = estimator.survival("r", 4)
+    assert values == tuple(MAX_ALPHA**j for j in (1, 2, 3, 4))
+    assert survival(0.5, 0) == ()
+
+
+def test_position_table_counts_each_position_once_it_was_reached():
+    """Guards against counting positions behind the first rejection."""
+    estimator = AcceptanceEstimator()
+    estimator.observe("r", 4, 2)
+    assert estimator.position_table() == ((1, 1), (1, 1), (1, 0))
+    estimator.observe("r", 4, 0)
+    assert estimator.position_table()[0] == pytest.approx((1.98, 0.98))
+    assert estimator.position_table()[1:] == ((1, 1), (1, 0))
+
+
+@given(st.lists(st.tuples(st.integers(-2, 8), st.integers(-3, 12)), max_size=40))
+def test_any_observation_leaves_probabilities(observations):
+    """Guards against impossible counts (accepted > drafted, negative) leading out of [0, 1]."""
+    estimator = AcceptanceEstimator(0.7)
+    for drafted, accepted in observations:
+        estimator.observe("r", drafted, accepted)
+    assert 0 <= estimator.alpha("r") <= MAX_ALPHA
+    assert 0 <= estimator.prior <= MAX_ALPHA
+    assert all(0 <= accepted <= tested for tested, accepted in estimator.position_table())

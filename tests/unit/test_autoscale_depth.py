@@ -1,0 +1,99 @@
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from autoscale.depth import choose_depth
+from autoscale.stabilise import DwellGate, GateMemory
+
+DWELL_S = 1.0
+
+
+@pytest.mark.parametrize(
+    ("price", "room", "depth"),
+    [
+        (0.0, 8, 4),
+        (0.5, 8, 2),
+        (0.8, 8, 0),
+        (0.79, 8, 1),
+        (1.0, 8, 0),
+        (0.0, 3, 3),
+        (0.0, 0, 0),
+        (0.0, -1, 0),
+        (math.nan, 8, 0),
+    ],
+)
+def test_depth_counts_the_positions_above_the_price(price, room, depth):
+    """Guards against >= (a price of 1 must stop everything), a negative room and a NaN price."""
+    assert choose_depth((0.8, 0.64, 0.5, 0.4), price, room) == depth
+
+
+def test_a_position_behind_one_that_does_not_pay_does_not_count():
+    """Guards against counting all positions above the price: a draft is a prefix."""
+    assert choose_depth((0.9, 0.3, 0.8), 0.5, 8) == 1
+
+
+def _changes(gate, prices, step_s, alpha=0.8):
+    memory, decisions = GateMemory(), []
+    for index, price in enumerate(prices):
+        is_open, memory = gate.step(price, alpha, memory, index * step_s)
+        decisions.append(is_open)
+    return sum(before != after for before, after in pairwise(decisions))
+
+
+def test_closing_is_immediate_and_opening_waits():
+    """Guards against a dwell that keeps speculation on while it hurts."""
+    gate, memory = DwellGate(DWELL_S), GateMemory()
+    is_open, memory = gate.step(0.3, 0.8, memory, 10.0)
+    assert is_open
+    is_open, memory = gate.step(0.8, 0.8, memory, 10.01)
+    assert not is_open
+    is_open, memory = gate.step(0.1, 0.8, memory, 10.9)
+    assert not is_open
+    is_open, memory = gate.step(0.1, 0.8, memory, 11.01)
+    assert is_open
+
+
+def test_opening_needs_a_margin():
+    """Guards against switching on for a gain that catching up the draft eats: 0.75 pays at 0.8 but not clearly."""
+    gate, closed = DwellGate(DWELL_S), GateMemory(False, 0.0)
+    assert not gate.step(0.75, 0.8, closed, 100.0)[0]
+    assert gate.step(0.70, 0.8, closed, 100.0)[0]
+    assert gate.step(0.75, 0.8, GateMemory(True, 0.0), 100.0)[0]
+
+
+@pytest.mark.parametrize("half_period_s", [0.02, 0.3, 0.5, 1.0, 2.0])
+def test_a_square_wave_changes_the_depth_a_bounded_number_of_times(half_period_s):
+    """Guards against flapping every step at the switch point (P03)."""
+    step_s, seconds = 0.02, 60
+    prices = [1.0 if int(i * step_s / half_period_s + 1e-9) % 2 else 0.3 for i in range(int(seconds / step_s))]
+    assert 0 < _changes(DwellGate(DWELL_S), prices, step_s) <= 2 * (seconds / DWELL_S + 1)
+    if half_period_s < DWELL_S:
+        ungated = sum(before != after for before, after in pairwise(prices))
+        assert _changes(DwellGate(DWELL_S), prices, step_s) < ungated
+
+
+def test_noise_within_the_margin_changes_nothing_after_closing():
+    """Guards against a hysteresis that is only a delay: hovering inside the band must not reopen at all."""
+    assert _changes(DwellGate(0.0), [0.75, 0.82, *[0.74, 0.85] * 100], 0.02) == 1
+
+
+@example([(0.9, math.nan)])
+@example([(0.9, math.inf)])
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(allow_nan=True, allow_infinity=True)), max_size=30))
+def test_no_clock_leaves_the_gate_stuck(steps):
+    """Guards against NaN or a future time stored as the last change, after which it would never open again."""
+    gate, memory = DwellGate(DWELL_S), GateMemory()
+    for price, now_s in steps:
+        _, memory = gate.step(price, 0.8, memory, now_s)
+    _, memory = gate.step(0.1, 0.8, memory, 0.0)
+    assert gate.step(0.1, 0.8, memory, DWELL_S)[0]
+
+
+def test_without_a_time_the_gate_closes_but_does_not_open():
+    """Guards against a NaN time skipping the dwell."""
+    gate = DwellGate(DWELL_S)
+    assert not gate.step(0.9, 0.8, GateMemory(True, 5.0), math.nan)[0]
+    assert not gate.step(0.1, 0.8, GateMemory(False, 5.0), math.nan)[0]

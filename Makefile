@@ -1,0 +1,52 @@
+# One command sets everything up and runs the main job (make demo), one sets up and passes the tests (make test).
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell $(name) -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null | grep True),$(name))))
+VENV ?= .venv
+# The plain name "torch" works too (it may bring gigabytes of CUDA); any build from 2.12 on does.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test check lint types unit numerics serve-tests k8s-tests gpu-tests format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/outrider fetch smollm2
+	$(BIN)/outrider demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/outrider fetch smollm2
+	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/numerics tests/serve tests/k8s tests/gpu
+
+check: lint types test
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+unit numerics: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/$@
+
+serve-tests k8s-tests gpu-tests: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/$(@:-tests=)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+	$(PIP) install "$(TORCH)"
+	$(PIP) install --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -29,6 +29,9 @@ class TargetConfig(_Section):
     dtype: DTypeName = Field("auto", description="auto: bfloat16 where the device computes in it, else float32")
     device: str = Field("auto", description="auto (CUDA when the actor has a GPU), cpu, cuda, cuda:1")
     num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each target")
+    num_cpus: float = Field(
+        0.5, ge=0, description="CPUs that Ray reserves for each target (a promise to the scheduler, no limit)"
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
     max_context: int | None = Field(
         None, ge=16, description="longest prompt + output in tokens; default: the model's own limit"
@@ -48,7 +51,7 @@ class DraftConfig(_Section):
     device: str = Field("auto", description="as target.device")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
     kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
-    timeout_s: float = Field(0.25, gt=0, description="a round that waits longer for its drafts goes on without them")
+    timeout_s: float = Field(0.5, gt=0, description="a round that waits longer for its drafts goes on without them")
 
     @model_validator(mode="after")
     def _model_matches_source(self) -> "DraftConfig":
@@ -81,6 +84,9 @@ class DraftsConfig(_Section):
 
     replicas: int = Field(1, ge=0, description="draft replicas; 0 serves without a draft model")
     num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each draft")
+    num_cpus: float = Field(
+        0.5, ge=0, description="CPUs that Ray reserves for each draft (a promise to the scheduler, no limit)"
+    )
 
 
 class SpeculationConfig(_Section):
@@ -111,7 +117,7 @@ class ControllerConfig(_Section):
 
 
 class ApiConfig(_Section):
-    """The HTTP endpoint."""
+    """The HTTP endpoint. Host and port are those of `outrider serve`; `serve run` takes its own `http_options`."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")

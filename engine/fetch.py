@@ -122,21 +122,24 @@ def download(url: str, destination: Path, sha256: str, progress: Progress | None
     """Download ``url`` to ``destination``, which appears only when it is complete and its SHA-256 is right.
 
     What has arrived is kept beside it in a ``.partial`` file, where a lost connection or a later call goes on. Raises
-    `DownloadError` when the address refuses or stays silent, `ModelError` when the hash is wrong (the partial file is deleted then).
+    `DownloadError` when the address refuses or stays silent; `ModelError` when the hash is wrong, and deletes the file.
     """
     partial = destination.with_name(destination.name + ".partial")
     failures = 0
-    while not _download_rest(url, partial, progress, before := _size(partial)):
+    while True:
+        before = _size(partial)
+        if _download_rest(url, partial, before, progress):
+            break
         failures = failures + 1 if _size(partial) <= before else 0
         if failures == MAX_FAILURES:
-            raise DownloadError(f"no data from {url}; what has arrived is kept, run the same command again to go on")
+            raise DownloadError(f"no more data from {url}; the {_size(partial)} bytes that arrived are kept for the next try")
         time.sleep(0.25 * failures**2)
     _check_sha256(partial, sha256)
     os.replace(partial, destination)
 
 
-def _download_rest(url: str, partial: Path, progress: Progress | None, offset: int) -> bool:
-    """Append what is missing; whether the file is complete now. False also stands for a lost connection."""
+def _download_rest(url: str, partial: Path, offset: int, progress: Progress | None) -> bool:
+    """Append what is missing after ``offset``; False when the connection could not be made or was lost."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-"} if offset else {})
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
@@ -146,7 +149,8 @@ def _download_rest(url: str, partial: Path, progress: Progress | None, offset: i
         if error.code < 500 and error.code not in (http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_MANY_REQUESTS):
             raise DownloadError(f"{url} answers {error.code} {error.reason}") from None
         return False
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException) as error:
+        logger.info("no connection for %s: %s", partial.name, error)
         return False
     with response:
         if response.status != http.HTTPStatus.PARTIAL_CONTENT:

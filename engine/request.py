@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
 from typing import Protocol
 
 from engine.errors import InvalidRequest
@@ -80,6 +79,8 @@ class Request:
         """Tokens in the target's KV cache; 0 also means that the target must be told the context again."""
         self.draft_length = 0
         """Committed tokens that the draft is believed to hold."""
+        self.draft_opened = False
+        """Whether the draft was ever asked, so that it may hold the sequence even if its answer never came."""
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_rounds = 0
@@ -87,9 +88,7 @@ class Request:
         if self.params.stop:
             if decoder is None:
                 raise InvalidRequest("stop strings need a tokenizer on the router", "stop")
-            self._text = TextStream(decoder, self.params.stop, self.params.min_tokens)
-            for token in request.output_ids:
-                self._text.push(token)
+            self._text = TextStream.for_request(decoder, request)
 
     @property
     def num_output(self) -> int:
@@ -144,11 +143,11 @@ class _Bounds(Protocol):
 
 
 _RANGES: dict[str, tuple[_Bounds, str]] = {
-    "temperature": (lambda v: v >= 0, "a number of at least 0"),
+    "temperature": (lambda v: 0 <= v <= 100, "a number from 0 to 100"),
     "top_p": (lambda v: 0 < v <= 1, "a number above 0 and at most 1"),
     "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-    "top_k": (lambda v: v >= 0, "0 (off) or more"),
-    "repetition_penalty": (lambda v: v > 0, "a number above 0"),
+    "top_k": (lambda v: 0 <= v < 1 << 31, "0 (off) or more"),
+    "repetition_penalty": (lambda v: 0.01 <= v <= 100, "a number from 0.01 to 100"),
     "presence_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2"),
     "frequency_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2"),
     "seed": (lambda v: 0 <= v < 1 << 64, "an integer of 64 bits"),
@@ -165,7 +164,7 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
     params = request.params
     for field, (inside, meaning) in _RANGES.items():
         value = getattr(params, field)
-        if value is not None and not (isfinite(value) and inside(value)):
+        if value is not None and not inside(value):
             raise InvalidRequest(f"{field} must be {meaning}, got {value}", field)
     if params.rule not in _RULES:
         raise InvalidRequest(f"speculation.rule must be one of {', '.join(_RULES)}, got '{params.rule}'", "speculation")
@@ -173,8 +172,8 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         raise InvalidRequest(f"min_tokens ({params.min_tokens}) is above max_tokens ({params.max_tokens})", "min_tokens")
     if any(not text for text in params.stop):
         raise InvalidRequest("stop must not hold an empty string: it would end every answer at once", "stop")
-    if any(not isfinite(bias) for bias in params.logit_bias.values()):
-        raise InvalidRequest("logit_bias values must be finite numbers", "logit_bias")
+    if not all(-100 <= bias <= 100 for bias in params.logit_bias.values()):
+        raise InvalidRequest("logit_bias values must be numbers from -100 to 100", "logit_bias")
     _check_ids("logit_bias", params.logit_bias, info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("prompt", (*request.prompt_ids, *request.output_ids), info.vocab_size)
@@ -191,6 +190,8 @@ def _check_ids(field: str, ids: "dict[int, float] | tuple[int, ...]", vocab_size
 
 def _check_room(request: GenerateRequest, info: ModelInfo) -> None:
     num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
+    if len(request.output_ids) >= max_tokens:
+        raise InvalidRequest(f"all {max_tokens} tokens that max_tokens asks for were made already", "max_tokens")
     wanted = num_prompt + max_tokens
     if wanted > info.max_context:
         raise InvalidRequest(
@@ -198,9 +199,10 @@ def _check_room(request: GenerateRequest, info: ModelInfo) -> None:
             f"this model's context holds {info.max_context}",
             "max_tokens" if num_prompt < info.max_context else "prompt",
         )
-    if wanted > info.kv_capacity_tokens:
+    capacity = info.kv_capacity_tokens // info.kv_block_size * info.kv_block_size
+    if wanted > capacity:
         raise InvalidRequest(
             f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together {wanted}; "
-            f"this server's KV cache holds {info.kv_capacity_tokens} (target.kv_cache_tokens)",
+            f"this server's KV cache holds {capacity} (target.kv_cache_tokens)",
             "max_tokens",
         )

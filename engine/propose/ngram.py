@@ -15,6 +15,8 @@ class _Sequence:
     ids: list[int] = field(default_factory=list)
     followers: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> index of the token after its last occurrence but one that ends the sequence."""
+    draft: tuple[int, ...] = ()
+    """The last draft: those of its tokens that were accepted come back only as a larger ``base_length``."""
 
 
 class NgramSource:
@@ -41,21 +43,32 @@ class NgramSource:
         )
 
     def _propose(self, item: ProposeItem) -> Proposal:
-        sequence = self._sequences.get(item.sequence_id)
-        if item.base_length == 0 and (sequence is None or sequence.ids[: len(item.tokens)] != list(item.tokens)):
-            sequence = self._sequences[item.sequence_id] = _Sequence()
-        if sequence is None or len(sequence.ids) < item.base_length:
+        sequence = self._sequences.get(item.sequence_id, _Sequence())
+        num_accepted = max(item.base_length - len(sequence.ids), 0)
+        if num_accepted > len(sequence.draft):
             return Proposal(sequence_id=item.sequence_id, reason="need_context")
-        # Only committed tokens are ever kept, so what is known beyond base_length is the beginning of item.tokens.
-        for token in item.tokens[len(sequence.ids) - item.base_length :]:
+        for token in sequence.draft[:num_accepted]:
             self._append(sequence, token)
-        tokens = self._lookup(sequence, item.depth)
+        known = len(sequence.ids) - item.base_length
+        if sequence.ids[item.base_length :] != list(item.tokens[:known]):
+            sequence, known = self._rebuilt(sequence.ids[: item.base_length]), 0
+        for token in item.tokens[known:]:
+            self._append(sequence, token)
+        self._sequences[item.sequence_id] = sequence
+        sequence.draft = self._lookup(sequence, item.depth)
         return Proposal(
             sequence_id=item.sequence_id,
-            tokens=tokens,
+            tokens=sequence.draft,
             known_length=len(sequence.ids),
-            reason=None if tokens else "no_match",
+            reason=None if sequence.draft else "no_match",
         )
+
+    def _rebuilt(self, ids: list[int]) -> _Sequence:
+        """A table of ``ids`` alone. Committed tokens are never taken back, so only a reused id rolls back to another text."""
+        sequence = _Sequence()
+        for token in ids:
+            self._append(sequence, token)
+        return sequence
 
     def _append(self, sequence: _Sequence, token: int) -> None:
         """Add a token; the n-grams that ended before it now have a follower."""

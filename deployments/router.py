@@ -1,0 +1,242 @@
+"""A lane: the request table, the rounds, and the target actor they run on."""
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from autoscale.lane_policy import LanePolicy
+from autoscale.signals import LaneReport
+from deployments.messages import Directory, DraftReport, LaneStatus
+from deployments.remote import LocalDraft, NoDraft, StreamDraft, StreamTarget
+from deployments.target import TargetActor
+from engine.build import build_free_source, draft_is_a_model
+from engine.config import OutriderConfig, parse_config
+from engine.drivers import AsyncDriver
+from engine.request import check_request
+from engine.scheduler import Scheduler
+from engine.types import Delta, GenerateRequest, ModelInfo, StepReport
+
+logger = logging.getLogger("ray.serve")
+RECENT_REQUESTS = 64
+RATE_WINDOW_S = 2.0
+
+
+class LaneCounters:
+    """Cumulative counters of a lane and the few averages it reports."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = defaultdict(float)
+        self.fallbacks: Counter[str] = Counter()
+        self.drafted_per_position: list[int] = []
+        self.accepted_per_position: list[int] = []
+        self.arrivals = 0
+        """Since the last report."""
+        self._output_lengths: deque[int] = deque(maxlen=RECENT_REQUESTS)
+        self._recent: deque[tuple[float, int]] = deque()
+        self._depths: deque[tuple[float, int, int]] = deque()
+
+    def arrived(self) -> None:
+        """A request came in."""
+        self.arrivals += 1
+        self.totals["requests"] += 1
+
+    def finished(self, delta: Delta) -> None:
+        """A request ended by itself."""
+        self._output_lengths.append(delta.num_output_tokens)
+        self.totals[f"finished_{delta.finish_reason}"] += 1
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token."""
+        self.totals["first_tokens"] += 1
+        self.totals["first_token_seconds"] += seconds
+
+    def round_done(self, report: StepReport, now_s: float) -> None:
+        """Add a round."""
+        for name, value in (
+            ("rounds", 1),
+            ("tokens", report.num_committed),
+            ("drafted_tokens", report.num_drafted),
+            ("accepted_tokens", report.num_accepted),
+            ("prefill_tokens", report.num_prefill_tokens),
+            ("target_tokens", report.num_target_tokens),
+            ("verify_seconds", report.verify_time_s),
+            ("draft_seconds", report.draft_time_s),
+            ("round_seconds", report.round_time_s),
+            ("preemptions", report.num_preempted),
+        ):
+            self.totals[name] += value
+        self.fallbacks.update(report.fallbacks)
+        _add(self.drafted_per_position, report.drafted_per_position)
+        _add(self.accepted_per_position, report.accepted_per_position)
+        self._recent.append((now_s, report.num_committed))
+        self._depths.append((now_s, sum(report.depths), len(report.depths)))
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Over the last two seconds."""
+        _drop_before(self._recent, now_s - RATE_WINDOW_S)
+        return sum(count for _, count in self._recent) / RATE_WINDOW_S
+
+    def mean_depth(self, now_s: float) -> float:
+        """Over the decoding requests of the last two seconds."""
+        _drop_before(self._depths, now_s - RATE_WINDOW_S)
+        rows = sum(count for *_, count in self._depths)
+        return sum(total for _, total, _ in self._depths) / rows if rows else 0.0
+
+    def mean_output_tokens(self) -> float:
+        """Over the requests that ended lately."""
+        return sum(self._output_lengths) / len(self._output_lengths) if self._output_lengths else 0.0
+
+
+class Router:
+    """One lane. Serve replicates it; every replica owns a target in its placement group."""
+
+    async def __init__(self, config: dict[str, Any], secret: str, controller: DeploymentHandle[Any]):  # type: ignore[misc]
+        self._config = parse_config(config)
+        self._controller = controller
+        self._lane_id = serve.get_replica_context().replica_tag
+        self._counters = LaneCounters()
+        self._actor = _start_target(self._config, secret)
+        self._target = StreamTarget(self._actor, secret)
+        self._info = await self._target.connect()
+        self._policy = _build_policy(self._config, self._info)
+        self._draft = _build_draft(self._config, self._lane_id, self._info, secret)
+        self._scheduler = Scheduler(
+            self._info,
+            self._policy,
+            max_batch=self._config.lanes.max_batch,
+            prefill_tokens=self._config.lanes.prefill_tokens,
+            max_waiting=self._config.api.max_waiting,
+        )
+        decoder = await asyncio.to_thread(_load_decoder, self._config.target.model)
+        self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
+        self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
+        check_request(request, self._info)
+        started_s = time.monotonic()
+        self._counters.arrived()
+        first = True
+        async for delta in self._driver.generate(request):
+            if first and delta.token_ids:
+                first = False
+                self._counters.first_token(time.monotonic() - started_s)
+            if delta.finish_reason is not None:
+                self._counters.finished(delta)
+            yield delta
+
+    async def process_ids(self) -> dict[str, int]:
+        """Of this router and its target, for tests and for people."""
+        return {"router": os.getpid(), "target": self._target.pid}
+
+    async def check_health(self) -> None:
+        """Serve's liveness probe: a lane whose loops ended is replaced."""
+        for task in self._tasks:
+            if task.done():
+                raise RuntimeError(f"a lane task ended: {task.exception() if not task.cancelled() else 'cancelled'}")
+
+    async def __del__(self) -> None:
+        for task in getattr(self, "_tasks", []):
+            task.cancel()
+        if hasattr(self, "_actor"):
+            ray.kill(self._actor)
+
+    def _round_done(self, report: StepReport) -> None:
+        self._counters.round_done(report, time.monotonic())
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            try:
+                directory: Directory = await self._controller.report_lane.remote(self._status())
+                self._policy.update_table(directory.table)
+                await self._follow_drafts(directory.drafts)
+            except Exception as error:
+                logger.warning("the controller cannot be reached, going on with its last answer: %s", type(error).__name__)
+            await asyncio.sleep(self._config.controller.report_interval_s)
+
+    async def _follow_drafts(self, drafts: tuple[DraftReport, ...]) -> None:
+        if await self._draft.update(drafts):
+            self._scheduler.forget_draft()
+            profile = next((draft.info.step_times for draft in drafts), ())
+            self._policy.update_draft_cost(profile)
+
+    def _status(self) -> LaneStatus:
+        now_s = time.monotonic()
+        counters, arrivals = self._counters, self._counters.arrivals
+        counters.arrivals = 0
+        load = LaneReport(
+            lane_id=self._lane_id,
+            now_s=now_s,
+            num_arrivals=arrivals,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            mean_output_tokens=counters.mean_output_tokens(),
+            tokens_per_s=counters.tokens_per_s(now_s),
+            acceptance=self._policy.acceptance,
+            mean_depth=counters.mean_depth(now_s),
+            target_step_times=self._policy.target_step_times,
+            draft_step_times=self._policy.draft_step_times,
+        )
+        return LaneStatus(
+            load=load,
+            counters=dict(counters.totals),
+            fallbacks=dict(counters.fallbacks),
+            accepted_per_position=tuple(counters.accepted_per_position),
+            drafted_per_position=tuple(counters.drafted_per_position),
+            target=self._info,
+            target_pid=self._target.pid,
+            draft_name=self._draft.name,
+            draft_state=self._draft.state,
+            explanation=self._policy.explain(),
+        )
+
+
+def _start_target(config: OutriderConfig, secret: str) -> Any:
+    """Start the target actor in the bundle that the deployment reserved for it."""
+    actor_class = ray.remote(TargetActor)
+    options = {"num_cpus": config.target.num_cpus, "num_gpus": config.target.num_gpus, "max_restarts": -1}
+    return actor_class.options(**options).remote(config.model_dump(), secret)
+
+
+def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
+    fixed = None if config.speculation.depth == "auto" else config.speculation.depth
+    return LanePolicy(
+        max_depth=config.speculation.max_depth,
+        target_step_times=info.step_times,
+        draft_step_times=None,
+        dwell_s=config.controller.dwell_s,
+        fixed_depth=fixed,
+    )
+
+
+def _build_draft(config: OutriderConfig, lane_id: str, info: ModelInfo, secret: str) -> StreamDraft | LocalDraft | NoDraft:
+    if config.draft.source == "none" or config.speculation.max_depth == 0:
+        return NoDraft()
+    if draft_is_a_model(config):
+        return StreamDraft(config.draft.source, lane_id, info.fingerprint, secret, config.draft.timeout_s)
+    return LocalDraft(build_free_source(config))
+
+
+def _load_decoder(model: str) -> Any:
+    from engine.models import load_tokenizer
+
+    return load_tokenizer(model).tokenizer
+
+
+def _add(totals: list[int], more: tuple[int, ...]) -> None:
+    totals.extend([0] * (len(more) - len(totals)))
+    for position, count in enumerate(more):
+        totals[position] += count
+
+
+def _drop_before(entries: "deque[Any]", then_s: float) -> None:
+    while entries and entries[0][0] < then_s:
+        entries.popleft()

@@ -1,0 +1,37 @@
+"""The target's process: one model on its own device, answering verify calls over a stream."""
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import ray
+
+from deployments.wire import WireServer, decode
+from engine.config import parse_config
+from engine.types import VerifyReply, VerifyRequest
+
+
+class TargetActor:
+    """Child of a router, in the router's placement group. Ray restarts it; its state is soft."""
+
+    def __init__(self, config: dict[str, Any], secret: str):
+        from engine.build import build_target
+
+        self._secret = secret
+        # One thread runs every forward: torch's thread pool belongs to the thread that uses it.
+        self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
+        self._target = self._forwards.submit(build_target, parse_config(config)).result()
+        self._address: str | None = None
+        self._server = WireServer({"verify": self._verify}, secret)
+
+    async def hello(self) -> tuple[str, int, dict[str, Any]]:
+        """Stream address, process id and model info."""
+        if self._address is None:
+            self._address = await self._server.start(ray.util.get_node_ip_address())
+        return self._address, os.getpid(), msgspec.structs.asdict(self._target.info)
+
+    async def _verify(self, body: bytes) -> VerifyReply:
+        request = decode(body, VerifyRequest)
+        return await asyncio.get_running_loop().run_in_executor(self._forwards, self._target.verify, request)

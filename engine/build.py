@@ -1,0 +1,192 @@
+"""From a configuration to models: what the Ray actors, `outrider generate` and the benchmarks all start with.
+
+Importing this module is cheap; torch and transformers are imported by the functions that need them.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoscale.lane_policy import LanePolicy
+from engine.config import OutriderConfig
+from engine.drivers import SyncDriver
+from engine.errors import ConfigError, ModelError
+from engine.propose.base import DraftSource
+from engine.propose.ngram import NgramSource
+from engine.request import check_request
+from engine.scheduler import DepthPolicy, Scheduler
+from engine.types import Delta, GenerateRequest
+
+if TYPE_CHECKING:
+    from engine.models import LoadedModel, LoadedTokenizer
+    from engine.propose.draft_model import DraftModel
+    from engine.verify.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known before any weights are loaded."""
+
+    target: "LoadedTokenizer"
+    max_context: int
+
+
+def preflight(config: OutriderConfig) -> Preflight:
+    """Check everything that can be checked without weights, so that a mistake is one line at start and not a failing actor.
+
+    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that do not match, a draft larger than its target.
+    """
+    from engine import models
+
+    target = models.load_tokenizer(config.target.model, "target.model")
+    models.choose_device(config.target.device if config.target.num_gpus == 0 else "auto", "target.device")
+    if config.target.max_context is not None and config.target.max_context > target.max_context:
+        raise ConfigError(
+            f"target.max_context is {config.target.max_context}, but {target.name} holds {target.max_context} tokens at most"
+        )
+    if config.draft.model is not None:
+        draft = models.load_tokenizer(config.draft.model, "draft.model")
+        models.check_same_vocabulary(target.vocabulary, draft.vocabulary)
+        models.check_draft_is_smaller(_num_parameters(target), _num_parameters(draft))
+    return Preflight(target, config.target.max_context or target.max_context)
+
+
+def build_target(config: OutriderConfig) -> "Target":
+    """Load the target and make it ready to verify."""
+    from engine.verify.target import Target
+
+    section = config.target
+    _use_threads(section.num_threads)
+    loaded = _load(section.model, section.dtype, section.device, "target.model")
+    return Target(loaded, kv_capacity_tokens=section.kv_cache_tokens, max_context=section.max_context)
+
+
+def build_draft_model(config: OutriderConfig) -> "DraftModel":
+    """Load the draft that `draft.source` names: the target's int8 copy or a model of its own."""
+    from engine.propose.draft_model import DraftModel
+    from engine.propose.self_speculation import build_self_int8
+
+    section = config.draft
+    _use_threads(section.num_threads)
+    if section.source == "self-int8":
+        loaded = _load(config.target.model, config.target.dtype, section.device, "target.model")
+        return build_self_int8(loaded, kv_capacity_tokens=section.kv_cache_tokens, max_context=config.target.max_context)
+    if section.model is None:
+        raise ConfigError(f"draft.source '{section.source}' needs no draft model")
+    dtype = "auto" if section.dtype == "int8" else section.dtype
+    loaded = _load(section.model, dtype, section.device, "draft.model")
+    return DraftModel(loaded, kv_capacity_tokens=section.kv_cache_tokens, int8=section.dtype == "int8")
+
+
+def draft_is_a_model(config: OutriderConfig) -> bool:
+    """Whether drafts come from a model that wants a device of its own."""
+    return config.draft.source in ("self-int8", "model")
+
+
+def build_free_source(config: OutriderConfig) -> DraftSource:
+    """A source that needs no model and runs where the requests are."""
+    if config.draft.source != "ngram":
+        raise ConfigError(f"draft.source '{config.draft.source}' needs a model")
+    return NgramSource(max_ngram=config.speculation.ngram_max)
+
+
+def build_source(config: OutriderConfig) -> DraftSource | None:
+    """The configured source in this process; None when speculation is off."""
+    if config.draft.source == "none" or config.speculation.max_depth == 0:
+        return None
+    return build_draft_model(config) if draft_is_a_model(config) else build_free_source(config)
+
+
+def _load(name: str, dtype: str, device: str, field: str) -> "LoadedModel":
+    from engine.models import load_model
+
+    loaded = load_model(name, dtype=dtype, device=device, field=field)
+    logger.info("%s on %s in %s: %s", loaded.name, loaded.device, loaded.dtype, loaded.dtype_reason)
+    return loaded
+
+
+def _use_threads(num_threads: int | None) -> None:
+    """Ray sets OMP_NUM_THREADS to 1 in its workers, so the number is always set explicitly."""
+    import os
+
+    import torch
+
+    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+
+def _num_parameters(tokenizer: "LoadedTokenizer") -> int:
+    """From the model's configuration alone: modules on the meta device have shapes and no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from engine.models import count_parameters
+
+    try:
+        with torch.device("meta"):
+            return count_parameters(AutoModelForCausalLM.from_config(tokenizer.config))
+    except Exception as error:
+        raise ModelError(f"{tokenizer.name}: this architecture cannot be built: {error}") from None
+
+
+class LocalEngine:
+    """Target, source and scheduler in this process, driven one round at a time."""
+
+    def __init__(self, target: "Target", source: DraftSource | None, tokenizer: "LoadedTokenizer", config: OutriderConfig):
+        self.target = target
+        self.source = source
+        self.loaded = tokenizer
+        self.tokenizer = tokenizer.tokenizer
+        self.info = target.info
+        self._config = config
+
+    @property
+    def source_name(self) -> str | None:
+        """Name of the draft source."""
+        return self.source.name if self.source is not None else None
+
+    def encode(self, text: str, *, chat: bool) -> list[int]:
+        """Token ids of a text, or of a chat with one user message."""
+        if not chat:
+            return list(self.tokenizer.encode(text))
+        if self.tokenizer.chat_template is None:
+            raise ModelError(f"{self.loaded.name} has no chat template: use --raw")
+        messages = [{"role": "user", "content": text}]
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def driver(self, policy: DepthPolicy | None = None) -> SyncDriver:
+        """A driver with an empty request table; the policy follows the load unless ``speculation.depth`` is fixed."""
+        scheduler = Scheduler(
+            self.info,
+            policy or self._policy(),
+            max_batch=self._config.lanes.max_batch,
+            prefill_tokens=self._config.lanes.prefill_tokens,
+            max_waiting=self._config.api.max_waiting,
+        )
+        return SyncDriver(self.target, self.source, scheduler, self.tokenizer)
+
+    def generate(self, requests: Sequence[GenerateRequest], policy: DepthPolicy | None = None) -> Iterator[Delta]:
+        """Check requests, run them together to their ends, and yield what each round commits."""
+        for request in requests:
+            check_request(request, self.info)
+        return self.driver(policy).generate(requests)
+
+    def _policy(self) -> DepthPolicy:
+        depth = self._config.speculation.depth
+        return LanePolicy(
+            max_depth=self._config.speculation.max_depth,
+            target_step_times=self.info.step_times,
+            draft_step_times=getattr(getattr(self.source, "info", None), "step_times", None),
+            dwell_s=self._config.controller.dwell_s,
+            fixed_depth=None if depth == "auto" else depth,
+        )
+
+
+def build_local_engine(config: OutriderConfig) -> LocalEngine:
+    """Everything that the configuration names, in this process."""
+    from engine.models import load_tokenizer
+
+    preflight(config)
+    return LocalEngine(build_target(config), build_source(config), load_tokenizer(config.target.model), config)

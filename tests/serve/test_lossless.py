@@ -1,0 +1,118 @@
+"""The promise, on the real default pair through real Ray and HTTP: the draft changes the speed and nothing else."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import App
+from helpers import wait_until, write_random_draft
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "one two three one two three one two three one two",
+    "Q: Name three fruits.\nA:",
+)
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+
+
+@pytest.fixture(scope="module")
+def app(deploy_app: Callable[..., App]) -> Iterator[App]:
+    """Default pair with the depth fixed, so that each request's own bound is the depth it gets."""
+    app = deploy_app(speculation={"depth": 8, "max_depth": 8})
+    wait_for_draft(app)
+    yield app
+
+
+def wait_for_draft(app: App) -> None:
+    wait_until(
+        app.controller,
+        lambda state: bool(state["lane_details"]) and all(lane["draft_state"] == "ok" for lane in state["lane_details"]),
+        120,
+        "the lane found its draft",
+    )
+
+
+def drafted(result: dict) -> int:
+    details = result["usage"]["completion_tokens_details"]
+    return details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+
+
+def test_greedy_text_is_the_same_at_every_depth(app: App) -> None:
+    """Guards against a verify of K+1 rows that computes other logits than K+1 steps, and against lost rollbacks."""
+    for prompt in PROMPTS:
+        plain = app.complete(prompt, speculation={"max_depth": 0})
+        assert drafted(plain) == 0
+        for depth in (1, 2, 4, 8):
+            result = app.complete(prompt, speculation={"max_depth": depth})
+            assert result["choices"][0]["text"] == plain["choices"][0]["text"], f"K={depth}, prompt {prompt!r}"
+            assert drafted(result) > 0, "no draft token was verified: nothing was tested"
+
+
+def test_greedy_text_is_the_same_under_concurrency(app: App) -> None:
+    """Guards against rows of one request that leak into, or are rounded by, the rest of the batch."""
+    alone = {prompt: app.text(prompt, speculation={"max_depth": 0}) for prompt in PROMPTS}
+    jobs = [(prompt, depth) for depth in (0, 1, 2, 4, 8) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        texts = list(pool.map(lambda job: app.text(job[0], speculation={"max_depth": job[1]}), jobs))
+    for (prompt, depth), text in zip(jobs, texts, strict=True):
+        assert text == alone[prompt], f"K={depth}, prompt {prompt!r}"
+
+
+def test_streamed_text_equals_the_whole_text(app: App) -> None:
+    """Guards against tokens lost between rounds and chunks."""
+    whole = app.text(PROMPTS[1])
+    streamed = ""
+    with app.client.stream("POST", "/v1/completions", json=app.body(PROMPTS[1], stream=True)) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    for line in lines[:-1]:
+        streamed += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert streamed == whole
+
+
+def test_a_python_handle_says_the_same(app: App) -> None:
+    """Guards against a second path through the system that samples, counts or cuts otherwise."""
+    from ray import serve
+
+    handle = serve.get_app_handle("outrider")
+    whole = handle.complete.remote(PROMPTS[0], temperature=0, max_tokens=32).result(timeout_s=60)
+    pieces = list(handle.options(stream=True).generate.remote(PROMPTS[0], temperature=0, max_tokens=32))
+    expected = app.complete(PROMPTS[0])
+    assert whole["text"] == "".join(piece["text"] for piece in pieces) == expected["choices"][0]["text"]
+    assert whole["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+    assert whole["finish_reason"] == pieces[-1]["finish_reason"] == expected["choices"][0]["finish_reason"]
+
+
+def test_draft_and_target_run_in_different_processes(app: App) -> None:
+    """Guards against a 'draft actor' that is a second model in the target's process."""
+    from ray import serve
+
+    draft_pid = serve.get_deployment_handle("Draft", "outrider").process_id.remote().result(timeout_s=30)
+    own = serve.get_deployment_handle("Router", "outrider").process_ids.remote().result(timeout_s=30)
+    assert len({draft_pid, own["router"], own["target"]}) == 3
+    assert app.controller()["lane_details"][0]["target_pid"] == own["target"]
+
+
+def test_seeded_sampling_does_not_depend_on_draft_or_depth(app: App, deploy_app: Callable[..., App], tmp_path: Path) -> None:
+    """Guards the coupled rule: target, prompt and seed alone decide, whoever drafts and however deep. Replaces the application."""
+    texts = {prompt: app.text(prompt, **SAMPLED, speculation={"max_depth": 0}) for prompt in PROMPTS}
+    assert app.text(PROMPTS[0], **{**SAMPLED, "seed": 99}) != texts[PROMPTS[0]], "the seed has no effect"
+    for depth in (1, 3, 8):
+        for prompt in PROMPTS:
+            assert app.text(prompt, **SAMPLED, speculation={"max_depth": depth}) == texts[prompt], f"self-int8, K={depth}"
+
+    draft = write_random_draft(tmp_path / "random-draft", app.config.target.model)
+    random = deploy_app(draft={"source": "model", "model": str(draft)}, speculation={"depth": 8, "max_depth": 8})
+    wait_for_draft(random)
+    for depth in (1, 8):
+        for prompt in PROMPTS:
+            result = random.complete(prompt, **SAMPLED, speculation={"max_depth": depth})
+            assert result["choices"][0]["text"] == texts[prompt], f"random draft, K={depth}"
+            assert drafted(result) > 0
+
+    none = deploy_app(draft={"source": "none"})
+    for prompt in PROMPTS:
+        assert none.text(prompt, **SAMPLED) == texts[prompt], "no draft"

@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from deployments.handle_calls import complete_call, load_served_model, stream_ca
 from deployments.router import Router
 from engine.build import draft_is_a_model, preflight
 from engine.config import OutriderConfig, parse_config
-from engine.errors import OutriderError, Overloaded
+from engine.errors import ConfigError, OutriderError, Overloaded
 from engine.types import Delta, GenerateRequest
 
 logger = logging.getLogger("ray.serve")
@@ -39,6 +40,7 @@ LONGEST_STREAM_S = 600.0
 def build_app(args: OutriderConfig) -> serve.Application:
     """Bind Api → Router (→ TargetActor) and Draft to a Controller; checks the configuration before anything is started."""
     checked = preflight(args)
+    _read_keys(args.api.keys_file)
     config = args.model_dump()
     # Guards the streams between the application's own processes; a new one for every deployment of the application.
     secret = secrets.token_hex(16)
@@ -166,6 +168,20 @@ def _as_own_error(error: RayTaskError) -> Exception:
     return LaneError(f"the lane failed: {type(cause).__name__}")
 
 
+def _read_keys(path: Path | None) -> frozenset[str]:
+    """One key per line; empty lines and lines that begin with # do not count."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigError(f"api.keys_file {path}: {error.strerror}") from None
+    keys = frozenset(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"api.keys_file {path} holds no key: with an empty file nobody could be let in")
+    return keys
+
+
 @serve.ingress()
 class Api:
     """HTTP ingress and Python handle: text in, text out. Tokenises, validates, streams; models are elsewhere."""
@@ -182,6 +198,8 @@ class Api:
             status=self._status,
             metrics=self._metrics,
             controller=self._snapshot,
+            api_keys=_read_keys(self._config.api.keys_file),
+            request_timeout_s=self._config.api.request_timeout_s,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

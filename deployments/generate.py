@@ -34,7 +34,7 @@ def generate_text(
 
 
 def _print_stream(engine: LocalEngine, request: GenerateRequest) -> Delta:
-    stream = TextStream(engine.tokenizer)
+    stream = TextStream.for_request(engine.tokenizer, request)
     last: Delta | None = None
     for last in engine.generate([request]):
         if last.error is not None:

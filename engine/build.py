@@ -14,7 +14,7 @@ from engine.drivers import SyncDriver
 from engine.errors import ConfigError, ModelError
 from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
-from engine.request import check_request
+from engine.request import check_request, fit_to_cache
 from engine.scheduler import DepthPolicy, Scheduler
 from engine.types import Delta, GenerateRequest
 
@@ -35,9 +35,9 @@ class Preflight:
 
 
 def preflight(config: OutriderConfig) -> Preflight:
-    """Check everything that can be checked without weights, so that a mistake is one line at start and not a failing actor.
+    """Check everything that can be checked without weights: a mistake is one line at start then, not an actor that fails.
 
-    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that do not match, a draft larger than its target.
+    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that differ, a draft larger than its target.
     """
     from engine import models
 
@@ -171,7 +171,7 @@ class LocalEngine:
         """Check requests, run them together to their ends, and yield what each round commits."""
         for request in requests:
             check_request(request, self.info)
-        return self.driver(policy).generate(requests)
+        return self.driver(policy).generate([fit_to_cache(request, self.info) for request in requests])
 
     def _policy(self) -> DepthPolicy:
         depth = self._config.speculation.depth

@@ -122,6 +122,10 @@ class ApiConfig(_Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     replicas: int = Field(1, ge=1, description="API processes")
+    keys_file: Path | None = Field(None, description="file with one API key per line; without one no key is asked for")
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="longest time for a whole answer, and longest silence of a stream; then 408 or an error frame"
+    )
     max_waiting: int = Field(256, ge=1, description="requests that may wait for a lane; more are answered 429")
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, description="larger request bodies are answered 413")
     max_stop_strings: int = Field(16, ge=1, le=64, description="stop strings that one request may bring")
@@ -168,8 +172,10 @@ def load_config(path: str | Path | None) -> OutriderConfig:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read the configuration {path}: it is not UTF-8 text") from None
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     try:
@@ -184,6 +190,17 @@ def cache_folder() -> Path:
     if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys in silence: half of a section would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
+        if repeated is not None:
+            raise yaml.YAMLError(f"the key '{repeated}' is given twice (line {node.start_mark.line + 1} and after)")
+        return super().construct_mapping(node, deep)
 
 
 def _explain(item: Any) -> str:

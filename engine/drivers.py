@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from engine.errors import OutriderError
 from engine.propose.base import DraftSource
-from engine.request import Event, Request
-from engine.round import NoDrafts, Propose, RoundResult, Steps, Verify, play_round
+from engine.request import LIVE, Event, Request
+from engine.round import NoDrafts, Propose, RoundResult, Steps, Verify, make_delta, play_round
 from engine.scheduler import Scheduler
 from engine.text import TokenDecoder
 from engine.types import (
@@ -28,6 +29,8 @@ from engine.verify.base import TargetModel
 
 logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
+PAUSE_AFTER_FAILURE_S = 0.05
+"""A target that fails at once is asked again after this, so that the other tasks of the process get their turn."""
 
 
 class TargetLost(OutriderError):
@@ -117,6 +120,12 @@ class RemoteDraft(Protocol):
         """As `DraftSource.propose`; raises `DraftUnavailable` at the latest when its deadline has passed."""
 
 
+@dataclass(slots=True)
+class _Stream:
+    request: Request
+    deltas: "asyncio.Queue[Delta]" = field(default_factory=asyncio.Queue)
+
+
 class AsyncDriver:
     """Plays rounds for many concurrent streams. One task (`run`) changes running requests; the streams only queue and wait."""
 
@@ -136,26 +145,31 @@ class AsyncDriver:
         self._on_report = on_report
         self._clock = clock
         self._round_id = 0
-        self._streams: dict[str, asyncio.Queue[Delta]] = {}
-        self._cancelled: list[str] = []
+        self._streams: dict[str, _Stream] = {}
+        self._cancelled: list[Request] = []
         self._wake = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Stream one request. Leaving the iterator early cancels it. Raises `Overloaded` before the first item."""
-        self.scheduler.add(Request(request, self._decoder, self._clock()))
-        stream: asyncio.Queue[Delta] = asyncio.Queue()
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Stream one request. Leaving the iterator early cancels it.
+
+        Raises `Overloaded`, or ValueError for an id whose stream is still open, before the first item.
+        """
+        if request.request_id in self._streams:
+            raise ValueError(f"request id {request.request_id} is already in use")
+        stream = _Stream(Request(request, self._decoder, self._clock()))
+        self.scheduler.add(stream.request)
         self._streams[request.request_id] = stream
         self._wake.set()
         finished = False
         try:
             while not finished:
-                delta = await stream.get()
+                delta = await stream.deltas.get()
                 finished = delta.finish_reason is not None
                 yield delta
         finally:
             del self._streams[request.request_id]
             if not finished:
-                self._cancelled.append(request.request_id)
+                self._cancelled.append(stream.request)
                 self._wake.set()
 
     async def run(self) -> None:
@@ -171,9 +185,11 @@ class AsyncDriver:
             except TargetLost as error:
                 logger.warning("target lost, prefilling %d requests again: %s", len(self.scheduler.running), error)
                 self.scheduler.forget_target()
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
             except Exception as error:
                 logger.exception("round %d failed", self._round_id)
                 self._fail_running(f"the target could not run this round: {type(error).__name__}")
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
 
     async def _step(self) -> None:
         now_s = self._clock()
@@ -182,9 +198,15 @@ class AsyncDriver:
         result = await self._drive(steps)
         for delta in result.deltas:
             self._deliver(delta)
-        report = _timed(result.report, self._clock() - now_s)
-        self.scheduler.policy.report(report, now_s)
-        self._on_report(report)
+        self._learn(_timed(result.report, self._clock() - now_s), now_s)
+
+    def _learn(self, report: StepReport, now_s: float) -> None:
+        """The tokens are on their way already: what is wrong with a policy or a metric is no reason to fail anybody."""
+        try:
+            self.scheduler.policy.report(report, now_s)
+            self._on_report(report)
+        except Exception:
+            logger.exception("the report of round %d could not be used", report.round_id)
 
     async def _drive(self, steps: Steps) -> RoundResult:
         try:
@@ -203,25 +225,29 @@ class AsyncDriver:
             return await self._draft.propose(request)
         except DraftUnavailable as error:
             return NoDrafts(str(error))
+        except Exception:
+            logger.exception("the draft could not be asked in round %d", request.round_id)
+            return NoDrafts("draft_error")
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)
         if stream is not None:
-            stream.put_nowait(delta)
+            stream.deltas.put_nowait(delta)
 
     def _drop_cancelled(self) -> None:
-        for request_id in self._cancelled:
-            request = self.scheduler.find(request_id)
-            if request is not None:
+        for request in self._cancelled:
+            if request.state in LIVE:
                 self.scheduler.remove(request, Event.CANCEL)
-            self._cancelled.clear()
+        self._cancelled.clear()
 
     def _fail_running(self, message: str) -> None:
         for request in list(self.scheduler.running):
             self.scheduler.remove(request, Event.FAIL)
-            self._deliver(Delta(request_id=request.id, token_ids=(), finish_reason=FinishReason.ERROR, error=message))
+        # Besides these, a round that broke half way may have ended requests whose last delta went down with it.
+        for stream in self._streams.values():
+            if stream.request.state not in LIVE:
+                stream.deltas.put_nowait(make_delta(stream.request, FinishReason.ERROR, error=message))
 
 
 def _timed(report: StepReport, round_time_s: float) -> StepReport:
-
     return msgspec.structs.replace(report, round_time_s=round_time_s)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from engine.errors import InvalidRequest
 from engine.text import TextStream, TokenDecoder
 from engine.types import FinishReason, GenerateRequest, ModelInfo, SamplingParams, SequenceContext, TokenLogprob
@@ -182,6 +184,22 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
     _check_room(request, info)
 
 
+def fit_to_cache(request: GenerateRequest, info: ModelInfo) -> GenerateRequest:
+    """Lower ``max_tokens`` to what the KV cache can hold: a chat that fills its context asks for more than a small server has.
+
+    Raises `InvalidRequest` when not even the prompt and one token fit.
+    """
+    num_prompt, capacity = len(request.prompt_ids), info.kv_capacity_tokens // info.kv_block_size * info.kv_block_size
+    if num_prompt >= capacity:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens; this server's KV cache holds {capacity} (target.kv_cache_tokens)", "prompt"
+        )
+    if num_prompt + request.params.max_tokens <= capacity:
+        return request
+    params = msgspec.structs.replace(request.params, max_tokens=capacity - num_prompt)
+    return msgspec.structs.replace(request, params=params)
+
+
 def _check_ids(field: str, ids: "dict[int, float] | tuple[int, ...]", vocab_size: int) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
@@ -198,11 +216,4 @@ def _check_room(request: GenerateRequest, info: ModelInfo) -> None:
             f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together {wanted}; "
             f"this model's context holds {info.max_context}",
             "max_tokens" if num_prompt < info.max_context else "prompt",
-        )
-    capacity = info.kv_capacity_tokens // info.kv_block_size * info.kv_block_size
-    if wanted > capacity:
-        raise InvalidRequest(
-            f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together {wanted}; "
-            f"this server's KV cache holds {capacity} (target.kv_cache_tokens)",
-            "max_tokens",
         )

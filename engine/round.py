@@ -68,9 +68,13 @@ def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: boo
     asked = [item for item in plan.items if item.depth > 0]
     if asked:
         released = tuple(scheduler.draft_released)
+        for item in asked:
+            item.request.draft_opened = True
         reply = yield Propose(_propose_request(round_id, asked, released))
         if isinstance(reply, NoDrafts):
             fallbacks[reply.reason] += len(asked)
+        elif isinstance(reply, ProposeReply) and reply.round_id != round_id:
+            fallbacks["late"] += len(asked)
         elif isinstance(reply, ProposeReply):
             proposals = _usable_proposals(reply, asked, scheduler.info.vocab_size, fallbacks)
             draft_time_s = reply.step_time_s
@@ -80,6 +84,8 @@ def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: boo
     answer = yield Verify(_verify_request(round_id, plan, proposals, released))
     if not isinstance(answer, VerifyReply):
         raise TypeError(f"a Verify must be answered by a VerifyReply, got {type(answer).__name__}")
+    if [verdict.sequence_id for verdict in answer.verdicts] != [item.request.id for item in plan.items]:
+        raise ValueError(f"round {round_id}: the verdicts do not answer the items that were sent, one each and in their order")
     del scheduler.target_released[: len(released)]
 
     settled = [
@@ -135,19 +141,21 @@ def _problem(proposal: Proposal | None, item: Planned, vocab_size: int) -> str |
         return proposal.reason or "empty"
     if len(proposal.tokens) > item.depth or not all(0 <= token < vocab_size for token in proposal.tokens):
         return "invalid_draft"
-    if proposal.probs is not None and not _probs_fit(proposal):
+    if proposal.probs is not None and not _probs_fit(proposal, vocab_size):
         return "invalid_draft"
     return None
 
 
-def _probs_fit(proposal: Proposal) -> bool:
+def _probs_fit(proposal: Proposal, vocab_size: int) -> bool:
     """Each token must have been possible under the q it claims to come from, or the ratio test would not be exact."""
     if proposal.probs is None or len(proposal.probs) != len(proposal.tokens):
         return False
     for token, (ids, probs) in zip(proposal.tokens, proposal.probs, strict=True):
-        if len(ids) != len(probs) or len(set(ids)) != len(ids) or not all(p >= 0 for p in probs):
+        if len(ids) != len(probs) or len(set(ids)) != len(ids) or not all(0 <= other < vocab_size for other in ids):
             return False
-        if dict(zip(ids, probs, strict=True)).get(token, 0.0) <= 0.0 or abs(sum(probs) - 1.0) > 1e-6:
+        if not all(p >= 0 for p in probs) or not abs(sum(probs) - 1.0) <= 1e-6:
+            return False
+        if dict(zip(ids, probs, strict=True)).get(token, 0.0) <= 0.0:
             return False
     return True
 
@@ -189,7 +197,7 @@ def _settle(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verd
     request = item.request
     if verdict.error is not None:
         scheduler.remove(request, Event.FAIL)
-        return _Settled(_delta(request, FinishReason.ERROR, error=verdict.error))
+        return _Settled(make_delta(request, FinishReason.ERROR, error=verdict.error))
     if verdict.need_context:
         request.apply(Event.LOSE_CACHE)
         request.target_length = 0
@@ -208,8 +216,9 @@ def _commit(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verd
     drafted = len(proposal.tokens) if proposal else 0
     request.target_length = item.end + verdict.accepted
     if proposal is not None:
-        # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
-        request.draft_length += min(verdict.accepted, drafted - 1)
+        if request.draft_length == item.end:
+            # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
+            request.draft_length += min(verdict.accepted, drafted - 1)
         scheduler.policy.observe(request.id, drafted, verdict.accepted)
     committed = request.commit(verdict.tokens, verdict.logprobs, frozenset(scheduler.info.eos_token_ids))
     accepted = min(verdict.accepted, len(committed.tokens))
@@ -218,7 +227,7 @@ def _commit(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verd
     request.num_accepted += accepted
     if committed.finish_reason is not None:
         scheduler.remove(request, Event.FINISH)
-    delta = _delta(
+    delta = make_delta(
         request,
         committed.finish_reason,
         tokens=committed.tokens,
@@ -229,7 +238,8 @@ def _commit(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verd
     return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=0 if was_decoding else item.end - item.start)
 
 
-def _delta(request: Request, reason: FinishReason | None, *, tokens: tuple[int, ...] = (), **more: object) -> Delta:
+def make_delta(request: Request, reason: FinishReason | None, *, tokens: tuple[int, ...] = (), **more: object) -> Delta:
+    """What a request gained, with its totals so far; ``more`` are further fields of `Delta`."""
     return Delta(
         request_id=request.id,
         token_ids=tokens,

@@ -61,18 +61,18 @@ class Decision:
 
 
 def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> list[Decision]:
-    """Decide all drafts of a verify. logits [R, V] of any float dtype, R = Σ(len(draft) + 1), in the order of ``sequences``."""
+    """Decide all drafts of a verify. logits [R, V] of any float dtype, R = Σ(len(draft) + 1), in the order of ``sequences``.
+
+    A sequence fails when a row that it needs has no token to draw; rows after a refused draft token cannot make it fail.
+    """
     decisions: list[Decision | None] = [None] * len(sequences)
     first_rows = _first_rows(sequences)
-    usable = _usable(logits, sequences)
-    for index in (i for i, good in enumerate(usable) if not good):
-        decisions[index] = Decision(0, -1, error="the model produced logits that are not finite numbers")
-    for rule, members in _alike(sequences, usable):
+    for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
         raw = _rows_of(logits, [(first_rows[i], sequences[i].num_rows) for i in members]).float()
         processed = _penalised(raw, chosen, eos_token_ids)
         verdicts = _DECIDE[rule](processed, chosen, _drafts(chosen, logits.device))
-        for i, decision in zip(members, _to_decisions(verdicts, raw, chosen), strict=True):
+        for i, decision in zip(members, _to_decisions(verdicts, raw, _usable(raw, processed), chosen), strict=True):
             decisions[i] = decision
     return [decision for decision in decisions if decision is not None]
 
@@ -80,12 +80,17 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
 def propose_tokens(
     logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]
 ) -> list[tuple[int, SparseProbs | None, bool]]:
-    """Draw one draft token per row of logits [N, V]: (token, its q where the rule needs it, whether the logits were finite)."""
+    """Draw one draft token per row of logits [N, V]: (token, its q where the rule needs it, True).
+
+    A row without a token to draw gives (-1, None, False).
+    """
     results: list[tuple[int, SparseProbs | None, bool]] = [(-1, None, False)] * len(sequences)
-    for rule, members in _alike(sequences, _usable(logits, sequences)):
+    for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        processed = _penalised(_rows_of(logits, [(i, 1) for i in members]).float(), chosen, eos_token_ids)
-        for i, (token, probs) in zip(members, _PROPOSE[rule](processed, chosen), strict=True):
+        raw = _rows_of(logits, [(i, 1) for i in members]).float()
+        processed = _penalised(raw, chosen, eos_token_ids)
+        drawn = zip(members, _usable(raw, processed), _PROPOSE[rule](processed, chosen), strict=True)
+        for i, (token, probs) in ((i, result) for i, good, result in drawn if good):
             results[i] = (token, probs, True)
     return results
 
@@ -155,12 +160,11 @@ _PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence]], list[tuple[int
 # --- rows -------------------------------------------------------------------------------------------------------------------
 
 
-def _alike(sequences: Sequence[SampledSequence], usable: list[bool]) -> list[tuple[str, list[int]]]:
-    """Group the usable sequences by rule, and apart from those whose filters need only a few candidates per row."""
+def _alike(sequences: Sequence[SampledSequence]) -> list[tuple[str, list[int]]]:
+    """Group the sequences by rule, and apart from those whose filters need only a few candidates per row."""
     groups: dict[tuple[str, bool], list[int]] = {}
-    for index, (sequence, good) in enumerate(zip(sequences, usable, strict=True)):
-        if good:
-            groups.setdefault((sequence.params.acceptance_rule, _has_filter(sequence.params)), []).append(index)
+    for index, sequence in enumerate(sequences):
+        groups.setdefault((sequence.params.acceptance_rule, _has_filter(sequence.params)), []).append(index)
     return [(rule, members) for (rule, _), members in groups.items()]
 
 
@@ -183,13 +187,13 @@ def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _usable(logits: Tensor, sequences: Sequence[SampledSequence]) -> list[bool]:
-    """Whether all rows of a sequence have a finite maximum: NaN and +inf reach the maximum, an all -inf row has none."""
-    finite = torch.isfinite(logits.amax(dim=-1)).tolist()
-    return [
-        all(finite[first : first + sequence.num_rows])
-        for first, sequence in zip(_first_rows(sequences), sequences, strict=True)
-    ]
+def _usable(raw: Tensor, processed: Tensor) -> list[bool]:
+    """Whether a row has a finite maximum before and after processing: NaN and +inf reach it, a row of -inf has none."""
+    finite = torch.isfinite(raw.amax(dim=-1))
+    if processed is not raw:
+        finite &= torch.isfinite(processed.amax(dim=-1))
+    usable: list[bool] = finite.tolist()
+    return usable
 
 
 def _per_row(sequences: Sequence[SampledSequence], value: Callable[[SamplingParams], float]) -> list[float]:
@@ -356,11 +360,14 @@ def _probs(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
 # --- results ----------------------------------------------------------------------------------------------------------------
 
 
-def _to_decisions(verdicts: Verdicts, raw: Tensor, sequences: Sequence[SampledSequence]) -> list[Decision]:
+def _to_decisions(verdicts: Verdicts, raw: Tensor, usable: list[bool], sequences: Sequence[SampledSequence]) -> list[Decision]:
     decisions = [Decision(a, t) for a, t in zip(verdicts.accepted.tolist(), verdicts.tokens.tolist(), strict=True)]
     row = 0
     for sequence, decision in zip(sequences, decisions, strict=True):
-        if sequence.params.logprobs is not None:
+        if not all(usable[row : row + decision.accepted + 1]):
+            decision.accepted, decision.token = 0, -1
+            decision.error = "no next token: the logits are not finite numbers, or the request's options leave none"
+        elif sequence.params.logprobs is not None:
             committed = [*sequence.draft[: decision.accepted], decision.token]
             decision.logprobs = _logprobs(raw[row : row + len(committed)], committed, sequence.params.logprobs)
         row += sequence.num_rows

@@ -122,7 +122,7 @@ class Scheduler:
             self.target_released.append(request.id)
         else:
             self.waiting.remove(request)
-        if request.draft_length:
+        if request.draft_opened:
             self.draft_released.append(request.id)
         self._ids.discard(request.id)
         self.policy.finished(request.id)
@@ -138,6 +138,7 @@ class Scheduler:
         """Another draft answers from now on: nothing it holds is known."""
         for request in (*self.running, *self.waiting):
             request.draft_length = 0
+            request.draft_opened = False
         self.draft_released.clear()
 
     def plan(self, now_s: float, *, drafts: bool) -> Plan:

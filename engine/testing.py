@@ -15,6 +15,7 @@ from engine.types import (
     ProposeReply,
     ProposeRequest,
     SequenceContext,
+    SparseProbs,
     TokenLogprob,
     Verdict,
     VerifyItem,
@@ -208,32 +209,24 @@ class TableModel:
         return VerifyReply(round_id=request.round_id, verdicts=tuple(v for v in verdicts if v is not None))
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
-        """As `DraftSource.propose`."""
-        from engine.sampling import SampledSequence, propose_tokens
-
-        proposals = []
+        """As `DraftSource.propose`; all items advance together, one token a step."""
         for sequence_id in request.release:
             self._held.pop(sequence_id, None)
-        for item in request.items:
-            held = self._open(item)
-            if held is None or held.context is None:
-                proposals.append(Proposal(sequence_id=item.sequence_id, reason="need_context"))
-                continue
-            ids, probs = list(held.ids), []
-            for _ in range(item.depth):
-                sequence = SampledSequence(held.context.params, held.context.prompt_length, ids)
-                ((token, q, _),) = propose_tokens(self.table[ids[-1:]], [sequence], self._info.eos_token_ids)
-                ids.append(token)
-                probs.append(q)
-            proposals.append(
-                Proposal(
-                    sequence_id=item.sequence_id,
-                    tokens=tuple(ids[len(held.ids) :]),
-                    probs=None if None in probs else tuple(q for q in probs if q is not None),
-                    known_length=len(held.ids),
-                )
-            )
-        return ProposeReply(round_id=request.round_id, proposals=tuple(proposals), num_steps=1)
+        drafting = [_Drafting(item, self._open(item)) for item in request.items]
+        for step in range(max((draft.item.depth for draft in drafting), default=0)):
+            self._draw([draft for draft in drafting if draft.held is not None and draft.item.depth > step])
+        return ProposeReply(round_id=request.round_id, proposals=tuple(draft.proposal() for draft in drafting), num_steps=1)
+
+    def _draw(self, drafting: "list[_Drafting]") -> None:
+        from engine.sampling import SampledSequence, propose_tokens
+
+        held = [draft.held for draft in drafting if draft.held is not None]
+        sequences = [SampledSequence(h.context.params, h.context.prompt_length, h.ids) for h in held if h.context is not None]
+        drawn = propose_tokens(self.table[[h.ids[-1] for h in held]], sequences, self._info.eos_token_ids)
+        for draft, one, (token, q, _) in zip(drafting, held, drawn, strict=True):
+            one.ids.append(token)
+            draft.tokens.append(token)
+            draft.probs += [q] if q is not None else []
 
     def _open(self, item: "VerifyItem | ProposeItem") -> _Held | None:
         held = self._held.get(item.sequence_id)
@@ -243,6 +236,27 @@ class TableModel:
             return None
         held.ids[item.base_length :] = item.tokens
         return held
+
+
+@dataclass(slots=True)
+class _Drafting:
+    item: ProposeItem
+    held: _Held | None
+    tokens: list[int] = field(default_factory=list)
+    probs: list[SparseProbs] = field(default_factory=list)
+
+    def proposal(self) -> Proposal:
+        """What was drawn. Like a KV cache, the sequence keeps all of it but the last token, which was never fed back."""
+        if self.held is None:
+            return Proposal(sequence_id=self.item.sequence_id, reason="need_context")
+        if self.tokens:
+            self.held.ids.pop()
+        return Proposal(
+            sequence_id=self.item.sequence_id,
+            tokens=tuple(self.tokens),
+            probs=tuple(self.probs) if self.probs else None,
+            known_length=self.item.base_length + len(self.item.tokens),
+        )
 
 
 def _as_verdict(

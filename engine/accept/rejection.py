@@ -29,7 +29,7 @@ def rejection(drafts: Drafts, p: Tensor, q: DraftProbs, accept_uniform: Tensor, 
     p float64 [R, V] sums to 1; accept_uniform float64 [N, K_max] in (0, 1); resample_noise float64 [N, V] Gumbel, independent
     of both the accept and the draft noise. Where p - q has no mass (p = q up to rounding) the draw is from p.
     """
-    p_drafted = p[drafts.position_rows()].gather(2, drafts.tokens.clamp_min(0)[..., None]).squeeze(2)
+    p_drafted = p[drafts.position_rows(), drafts.tokens.clamp_min(0)]
     kept = (accept_uniform * q.of(drafts.tokens) < p_drafted) & (drafts.tokens >= 0)
     accepted = leading_true(kept)
     p_next = p[drafts.first_row + accepted]

@@ -1,6 +1,7 @@
 """The depth follows the load: deep when idle, 0 when many requests run, deep again afterwards."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_depth_falls_to_zero_with_concurrency_and_comes_back(app: App) -> None:
 
 def test_metrics_say_what_happened(app: App) -> None:
     """Guards against counters that count rounds for tokens, or nothing."""
-    before = counters(app)
+    before = settled_counters(app)
     result = app.complete("one two one two one two one two", max_tokens=40, ignore_eos=True)
     wait_until(
         lambda: counters(app)["outrider_tokens_total"] - before["outrider_tokens_total"],
@@ -71,6 +72,19 @@ def test_metrics_say_what_happened(app: App) -> None:
         == details["accepted_prediction_tokens"]
     )
     assert after["outrider_requests_total"] - before["outrider_requests_total"] == 1
+
+
+def settled_counters(app: App) -> dict[str, float]:
+    """The counters once lanes have reported everything that was before: unchanged over three report intervals."""
+    seen: list[dict[str, float]] = []
+
+    def look() -> bool:
+        time.sleep(3 * app.config.controller.report_interval_s)
+        seen.append(counters(app))
+        return len(seen) > 1 and seen[-1] == seen[-2]
+
+    wait_until(look, bool, 30, "counters at rest")
+    return seen[-1]
 
 
 def counters(app: App) -> dict[str, float]:

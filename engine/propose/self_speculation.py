@@ -1,0 +1,11 @@
+"""The target's own int8 copy as its draft: no training, the same vocabulary, any architecture that the target may have."""
+
+from engine.models import LoadedModel
+from engine.propose.draft_model import DraftModel
+
+
+def build_self_int8(
+    loaded: LoadedModel, *, kv_capacity_tokens: int | None = None, max_context: int | None = None
+) -> DraftModel:
+    """Quantise a freshly loaded copy of the target, which is taken over. Raises `ModelError` as `DraftModel`."""
+    return DraftModel(loaded, int8=True, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context, name="self-int8")

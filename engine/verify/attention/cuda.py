@@ -1,0 +1,76 @@
+"""Attention with torch's paged variable-length kernel, one call for the whole batch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from engine.verify.attention import AttentionSpec, Chunk, Window
+from engine.verify.attention.cpu import PaddedAttention
+from engine.verify.kv_cache import LayerCache
+
+BLOCK_SIZE = 256
+"""Tokens per block: the kernel's pages are a multiple of this."""
+MAX_HEAD_DIM = 256
+SPLITS = {"invariant": 1, "fast": None}
+"""Per `numerics`: 1 adds up each row's keys in one order, whatever the batch; None lets the kernel choose."""
+
+
+class VarlenAttention:
+    """Attention of one batch. Calls that the kernel has no form for (caps, sinks, odd masks) go to `PaddedAttention`."""
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, numerics: str):
+        """``numerics``: a key of `SPLITS`."""
+        self._num_splits = SPLITS[numerics]
+        self._block_size = block_size
+        self._padded = PaddedAttention(chunks, block_size, device, numerics)
+        self.order = self._padded.order
+        ordered = [chunks[i] for i in self.order]
+        counts = [len(chunk.ids) for chunk in ordered]
+        lengths = [len(chunk.sequence.ids) + len(chunk.ids) for chunk in ordered]
+        width = max(len(chunk.sequence.blocks) for chunk in ordered)
+        tables = [(chunk.sequence.blocks + [0] * width)[:width] for chunk in ordered]
+        self._max_rows, self._max_keys = max(counts), max(lengths)
+        self._row_starts = torch.tensor([0, *counts], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self._tables = torch.tensor(tables, dtype=torch.int32, device=device)
+
+    def attend(self, query: Tensor, layer: LayerCache, spec: AttentionSpec) -> Tensor:
+        """As `Backend.attend`."""
+        if not _has_kernel(query, layer, spec):
+            return self._padded.attend(query, layer, spec)
+        size = spec.mask.size if isinstance(spec.mask, Window) else None
+        out = varlen_attn(
+            query.contiguous(),
+            self._pages(layer.keys),
+            self._pages(layer.values),
+            self._row_starts,
+            None,
+            self._max_rows,
+            self._max_keys,
+            scale=spec.scaling,
+            window_size=(-1 if size is None else size - 1, 0),
+            enable_gqa=query.shape[1] != layer.num_heads,
+            seqused_k=self._lengths,
+            block_table=self._tables,
+            num_splits=self._num_splits,
+        )
+        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        return out
+
+    def _pages(self, cached: Tensor) -> Tensor:
+        """[Hkv, slots, D], stored token by token, as pages [blocks, block size, Hkv, D]."""
+        num_heads, num_slots, width = cached.shape
+        return cached.transpose(0, 1).view(num_slots // self._block_size, self._block_size, num_heads, width)
+
+
+def _has_kernel(query: Tensor, layer: LayerCache, spec: AttentionSpec) -> bool:
+    return (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and layer.both is not None
+        and query.shape[-1] <= MAX_HEAD_DIM
+        and spec.softcap is None
+        and spec.sinks is None
+        and isinstance(spec.mask, Window)
+    )

@@ -1,0 +1,137 @@
+"""A lean forward of the plain dense families: RMSNorm, rotary grouped-query attention, SwiGLU; Llama, Mistral, Qwen2, Qwen3.
+
+transformers runs a step of such a model in some two thousand small operations, which on CPU take as long as the products. Here
+it is a few hundred. Whether the result is the same is checked on the loaded weights (`engine.verify.ragged`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.verify.attention import AttentionSpec, AttentionState, Window
+from engine.verify.linear import MakeLinear, PlainRMSNorm, fused_linear
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of ``model_type``."""
+
+
+@dataclass(slots=True)
+class HeadNorm:
+    """RMS norm over every head of q and k, with its own weight for each of the two."""
+
+    weight: Tensor
+    """[Hq + Hkv, D]."""
+    eps: float
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """heads [T, Hq + Hkv, D] -> the same shape."""
+        return torch.rms_norm(heads, heads.shape[-1:], None, self.eps).mul_(self.weight)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer. The linear ones are `engine.verify.linear.Linear`."""
+
+    attention_norm: PlainRMSNorm
+    qkv: Any
+    head_norm: HeadNorm | None
+    attention: AttentionSpec
+    attention_out: Any
+    mlp_norm: PlainRMSNorm
+    gate_up: Any
+    mlp_out: Any
+
+
+class DenseModel:
+    """Weights of one model in the form that `forward` wants them; takes nothing from the model but its rotary embedding."""
+
+    def __init__(self, model: nn.Module, make: MakeLinear, activations: torch.dtype):
+        """``activations``: dtype between the layers. The KV cache has the dtype of the model."""
+        decoder: Any = model.model
+        config: Any = model.config
+        self._dtype = activations
+        self._cache_dtype: torch.dtype = decoder.embed_tokens.weight.dtype
+        self._embedding: Tensor = decoder.embed_tokens.weight.detach()
+        self._rotary = decoder.rotary_emb
+        attention = decoder.layers[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._num_heads: int = attention.q_proj.out_features // self._head_dim
+        self._num_kv: int = attention.k_proj.out_features // self._head_dim
+        self._layers = [self._layer(layer, config, make) for layer in decoder.layers]
+        self._norm = self._plain_norm(decoder.norm)
+        head: Any = model.lm_head
+        self._head = make(head.weight, head.bias)
+        # rotate_half(x) is (-x2, x1): the halves swapped, times these signs.
+        self._signs = torch.tensor([[-1.0], [1.0]], dtype=activations, device=self._embedding.device)
+
+    @staticmethod
+    def supports(model: nn.Module) -> bool:
+        """Whether the model says that it is one of `FAMILIES`, with the activation that all of them have."""
+        config: Any = model.config
+        return config.model_type in FAMILIES and config.hidden_act == "silu"
+
+    def forward(self, state: AttentionState) -> Tensor:
+        """Logits [R, V] of the rows that the batch asks for."""
+        batch = state.batch
+        x = nn.functional.embedding(batch.tokens, self._embedding).to(self._dtype)
+        cos, sin = self._rotation(x, batch.positions)
+        for layer in self._layers:
+            x = layer.attention_out.add_to(x, self._attend(layer, x, cos, sin, state))
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            x = layer.mlp_out.add_to(x, nn.functional.silu(gate).mul_(up))
+        logits: Tensor = self._head(self._norm(x.index_select(0, batch.logit_rows)))
+        return logits
+
+    def _rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin per row, [T, 1, 2, D / 2]."""
+        cos, sin = self._rotary(x, positions.unsqueeze(0))
+        shape = (-1, 1, 2, self._head_dim // 2)
+        return cos.view(shape), sin.view(shape) * self._signs
+
+    def _attend(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, state: AttentionState) -> Tensor:
+        """Concatenated heads, [T, Hq * D]."""
+        num_rotated = self._num_heads + self._num_kv
+        heads = layer.qkv(layer.attention_norm(x)).view(-1, num_rotated + self._num_kv, self._head_dim)
+        rotated = heads[:, :num_rotated]
+        if layer.head_norm is not None:
+            rotated.copy_(layer.head_norm(rotated))
+        halves = rotated.view(-1, num_rotated, 2, self._head_dim // 2)
+        swapped = halves.flip(2)
+        halves.mul_(cos).addcmul_(swapped, sin)
+        heads = heads.to(self._cache_dtype)
+        keys_values = heads[:, self._num_heads :].transpose(0, 1)
+        out = state.forward_both(heads[:, : self._num_heads], keys_values, layer.attention)
+        return out.reshape(-1, self._num_heads * self._head_dim).to(self._dtype)
+
+    def _layer(self, layer: Any, config: Any, make: MakeLinear) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return Layer(
+            attention_norm=self._plain_norm(layer.input_layernorm),
+            qkv=fused_linear([attention.q_proj, attention.k_proj, attention.v_proj], make),
+            head_norm=self._head_norm(attention),
+            attention=AttentionSpec(attention.scaling, Window(_window(config, attention.layer_idx))),
+            attention_out=make(attention.o_proj.weight, attention.o_proj.bias),
+            mlp_norm=self._plain_norm(layer.post_attention_layernorm),
+            gate_up=fused_linear([mlp.gate_proj, mlp.up_proj], make),
+            mlp_out=make(mlp.down_proj.weight, mlp.down_proj.bias),
+        )
+
+    def _plain_norm(self, norm: Any) -> PlainRMSNorm:
+        return PlainRMSNorm(norm.weight.to(self._dtype), norm.variance_epsilon)
+
+    def _head_norm(self, attention: Any) -> HeadNorm | None:
+        if not hasattr(attention, "q_norm"):
+            return None
+        parts = [(attention.q_norm.weight, self._num_heads), (attention.k_norm.weight, self._num_kv)]
+        weight = torch.cat([weight.detach().to(self._dtype).expand(heads, -1) for weight, heads in parts])
+        return HeadNorm(weight, attention.q_norm.variance_epsilon)
+
+
+def _window(config: Any, layer: int) -> int | None:
+    """Size of a layer's sliding window. Families with layer types slide only where these say so."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)

@@ -1,0 +1,155 @@
+"""The paged KV cache: tensors of one model for all sequences, their blocks, and how much memory they may take."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.verify.blocks import BlockPool
+
+MEMORY_SHARE = 0.3
+"""Share of the free memory that a KV cache takes when no size is configured."""
+MAX_SEQUENCES = 64
+"""A cache is not made larger than this many sequences of full length need."""
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """A sequence in the cache: K and V of exactly ``ids`` are there, in the slots of ``blocks``."""
+
+    ids: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+class LayerCache:
+    """K and V of one attention call for every slot of the pool.
+
+    ``keys`` [Hkv, slots, Dk] and ``values`` [Hkv, slots, Dv] are laid out head by head on CPU, where the gathered copy then
+    feeds a batched product without another copy, and token by token on CUDA, whose paged kernel wants whole tokens.
+    """
+
+    def __init__(self, num_slots: int, keys: Tensor, values: Tensor):
+        """Sizes, dtype and device are those of ``keys`` [Hkv, T, Dk] and ``values`` [Hkv, T, Dv] as they first arrive."""
+        self.num_heads = keys.shape[0]
+        self.both: Tensor | None = None
+        """[2 * Hkv, slots, D]: keys, then values, when their widths agree."""
+        if keys.shape == values.shape:
+            self.both = _zeros(2 * self.num_heads, num_slots, keys)
+            self.keys, self.values = self.both[: self.num_heads], self.both[self.num_heads :]
+        else:
+            self.keys = _zeros(self.num_heads, num_slots, keys)
+            self.values = _zeros(self.num_heads, num_slots, values)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one slot."""
+        width: int = self.keys.shape[2] + self.values.shape[2]
+        return self.num_heads * width * self.keys.element_size()
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys [Hkv, T, Dk] and values [Hkv, T, Dv] in slots [T]."""
+        self.keys.index_copy_(1, slots, keys)
+        self.values.index_copy_(1, slots, values)
+
+    def write_both(self, slots: Tensor, keys_values: Tensor) -> None:
+        """Store keys and values that lie side by side, [2 * Hkv, T, D], in slots [T]."""
+        if self.both is None:
+            raise ValueError("keys and values of this layer differ in width")
+        self.both.index_copy_(1, slots, keys_values)
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of K [Hkv, n, Dk] and V [Hkv, n, Dv] at slots [n]."""
+        if self.both is None:
+            return self.keys.index_select(1, slots), self.values.index_select(1, slots)
+        gathered = self.both.index_select(1, slots)
+        return gathered[: self.num_heads], gathered[self.num_heads :]
+
+
+class KVCache:
+    """One `LayerCache` per attention call of a forward, in the order of the calls; all share one `BlockPool`."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.pool = BlockPool(num_blocks, block_size)
+        self.layers: list[LayerCache] = []
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that one token takes over all layers; known after the first forward."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    def layer(self, call: int, keys: Tensor, values: Tensor) -> LayerCache:
+        """The cache of the call-th attention of a forward; made when it is asked for the first time."""
+        if call == len(self.layers):
+            self.layers.append(LayerCache(self.pool.num_blocks * self.pool.block_size, keys, values))
+        return self.layers[call]
+
+    def reserve(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` more tokens. Raises `OutOfBlocks` and changes nothing when there is none."""
+        self.pool.extend(sequence.blocks, len(sequence.ids) + num_tokens)
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        del sequence.ids[length:]
+        self.pool.truncate(sequence.blocks, length)
+
+
+def affordable_blocks(
+    name: str, bytes_per_token: int, block_size: int, max_context: int, device: torch.device, requested_tokens: int | None
+) -> int:
+    """Number of blocks: as requested, else from the free memory. Raises `ModelError` when that is not even one."""
+    if requested_tokens is not None:
+        tokens = requested_tokens
+    else:
+        tokens = min(int(available_bytes(device) * MEMORY_SHARE) // bytes_per_token, MAX_SEQUENCES * max_context)
+    if tokens < block_size:
+        raise ModelError(
+            f"{name}: no room for a KV cache: one block of {block_size} tokens takes "
+            f"{block_size * bytes_per_token / 2**20:.1f} MiB, {available_bytes(device) / 2**20:.0f} MiB are free on {device} "
+            f"(of which {MEMORY_SHARE:.0%} may be used), and kv_cache_tokens is {requested_tokens or 'not set'}"
+        )
+    return tokens // block_size
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of a device; on CPU what the kernel calls available, or what the container's limit leaves if that is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = _fields(Path("/proc/meminfo"))
+    limits = [meminfo["MemAvailable:"] * 1024] if "MemAvailable:" in meminfo else [4 * 2**30]
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None:
+        reclaimable = _fields(Path("/sys/fs/cgroup/memory.stat")).get("inactive_file", 0)
+        limits.append(limit - used + reclaimable)
+    return max(min(limits), 0)
+
+
+def _zeros(num_heads: int, num_slots: int, like: Tensor) -> Tensor:
+    """Zeros [heads, slots, D]. What padding points at must be finite, since 0 × NaN is NaN.
+
+    On CPU the pages come zeroed from the kernel when they are first touched, so an unused part of the cache takes no memory.
+    """
+    width = like.shape[2]
+    if like.device.type != "cpu":
+        return torch.zeros(num_slots, num_heads, width, dtype=like.dtype, device=like.device).transpose(0, 1)
+    raw = np.zeros(num_heads * num_slots * width * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(raw).view(like.dtype).view(num_heads, num_slots, width)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines ``name number ...`` of a file of the kernel; nothing where there is no such file."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

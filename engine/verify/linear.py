@@ -1,0 +1,249 @@
+"""Linear layers and norms that are fast at a few rows: packed once for oneDNN, fused where they share an input, or in int8."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of siblings that transformers' attention and MLP modules apply to one and the same input."""
+
+
+class Linear(Protocol):
+    """A linear map with weight [out, in]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [n, out] + map of x [n, in]. The memory of ``residual`` may be reused for the result."""
+
+
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
+"""(weight [out, in], bias [out] or None) -> a `Linear`."""
+
+
+class PlainLinear(nn.Module):
+    """torch's own kernel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight = _frozen(weight)
+        self.bias = None if bias is None else _frozen(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Linear`."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """As `Linear`."""
+        return residual + nn.functional.linear(x, self.weight, self.bias)
+
+
+class PackedLinear(nn.Module):
+    """oneDNN with the weight laid out for it once: on CPU faster than `PlainLinear` from the first row on.
+
+    A row's result has the same bits for any number of rows from two on. A lone row takes another kernel, which in some shapes
+    sums in another order; there it is doubled.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach().contiguous(), 8)
+        self.bias = None if bias is None else _frozen(bias)
+        self.in_features = weight.shape[1]
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._sum = torch.ops.mkldnn._linear_pointwise.binary
+        self._doubles_lone_row = _lone_row_differs(min(weight.shape[0], 1024), weight.shape[1], weight.dtype)
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Whether this build of torch can pack the weight."""
+        return (
+            weight.device.type == "cpu"
+            and weight.dtype in (torch.bfloat16, torch.float32)
+            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+            and (weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in], for architectures that look at it."""
+        plain: Tensor = self.packed.to_dense()
+        return plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Linear`."""
+        if self._doubles_lone_row and x.numel() == self.in_features:
+            doubled = self._product(x.reshape(1, -1).repeat(2, 1), self.packed, self.bias, "none", [], "")
+            return doubled[:1].view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+        return self._product(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """As `Linear`; rounds once, after the addition."""
+        if self._doubles_lone_row and x.numel() == self.in_features:
+            return self._sum(x.repeat(2, 1), residual.repeat(2, 1), self.packed, self.bias, "add")[:1]  # type: ignore[no-any-return]
+        return self._sum(x, residual, self.packed, self.bias, "add")  # type: ignore[no-any-return]
+
+
+class Int8Linear(nn.Module):
+    """int8 weights with one scale per output, int8 activations with one scale per row, exact int32 sums; computes in float32.
+
+    One activation scale for all rows would let an outlier in one row round the others away.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        plain = weight.detach().float()
+        scale = plain.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
+        self.quantised = _frozen((plain / scale[:, None]).round_().to(torch.int8))
+        self.scale = _frozen(scale / 127)
+        """float32 [out]: the weight's scale times the constant part of the activations', which is (largest magnitude) / 127."""
+        self.bias = None if bias is None else _frozen(bias.float())
+        self._minimum_rows = 24 if weight.device.type == "cuda" else 1  # cuBLAS refuses 16 rows and less
+        # A float32 plus this has the nearest integer in the low bits of its mantissa: rounding and conversion in one addition.
+        self._rounding = torch.tensor(1.5 * 2**23, device=weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Linear`, in the dtype of x."""
+        out = self._scaled_by_row(x.reshape(-1, x.shape[-1]).float())
+        out = out.mul_(self.scale) if self.bias is None else torch.addcmul(self.bias, out, self.scale)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """As `Linear`, in the memory of ``residual``."""
+        residual.addcmul_(self._scaled_by_row(x.float()), self.scale)
+        return residual if self.bias is None else residual.add_(self.bias)
+
+    def _scaled_by_row(self, x: Tensor) -> Tensor:
+        """Products of x [n, in] with the integers of the weight, float32 [n, out]."""
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        quantised = torch.addcdiv(self._rounding, x, largest, value=127).view(torch.int32).to(torch.int8)
+        missing = self._minimum_rows - x.shape[0]
+        if missing > 0:
+            quantised = nn.functional.pad(quantised, (0, 0, 0, missing))
+        return torch._int_mm(quantised, self.quantised.t())[: x.shape[0]] * largest
+
+
+class PlainRMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in one call."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        super().__init__()
+        self.weight = _frozen(weight)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., n] -> the same shape and dtype."""
+        return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def fastest_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """The fastest exact layer for a weight: `PackedLinear` where it can be had."""
+    return PackedLinear(weight, bias) if PackedLinear.supports(weight) else PlainLinear(weight, bias)
+
+
+MAKERS: dict[str, MakeLinear] = {"exact": fastest_linear, "int8": Int8Linear}
+"""How weights are kept, by name."""
+
+
+def fused_linear(layers: list[nn.Linear], make: MakeLinear) -> nn.Module:
+    """One layer that gives the outputs of several, side by side."""
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+        bias = torch.cat(biases)
+    return make(torch.cat([layer.weight.detach() for layer in layers]), bias)
+
+
+def replace_linears(model: nn.Module, make: MakeLinear) -> None:
+    """Replace every `nn.Linear` in place, siblings in `FUSED` by one product. Old weights are freed unless they are shared."""
+    for parent in list(model.modules()):
+        for names in FUSED:
+            siblings = [getattr(parent, name, None) for name in names]
+            if all(type(layer) is nn.Linear for layer in siblings):
+                _fuse(parent, names, siblings, make)  # type: ignore[arg-type]
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, make(child.weight, child.bias))
+
+
+def replace_rms_norms(model: nn.Module) -> None:
+    """Replace in place the RMS norms whose output a `PlainRMSNorm` reproduces; others, such as Gemma's 1 + weight, stay."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            plain = _plain_rms_norm(child)
+            if plain is not None:
+                setattr(parent, name, plain)
+
+
+class _SharedProduct:
+    """The product of fused siblings, kept from the first sibling's call to the last one's."""
+
+    def __init__(self, layer: nn.Module, sizes: list[int]):
+        self.layer = layer
+        self._sizes = sizes
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        if x is not self._input:
+            self._input, self._outputs = x, torch.split(self.layer(x), self._sizes, dim=-1)
+        out = self._outputs[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return out
+
+
+class _FusedPart(nn.Module):
+    def __init__(self, shared: _SharedProduct, index: int):
+        super().__init__()
+        self._shared = shared
+        self._index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shared.part(self._index, x)
+
+
+def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear], make: MakeLinear) -> None:
+    if len({layer.in_features for layer in layers}) > 1:
+        return
+    shared = _SharedProduct(fused_linear(layers, make), [layer.out_features for layer in layers])
+    for index, name in enumerate(names):
+        setattr(parent, name, _FusedPart(shared, index))
+
+
+def _plain_rms_norm(module: nn.Module) -> PlainRMSNorm | None:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and weight.dim() == 1 and eps):
+        return None
+    plain = PlainRMSNorm(weight, eps)
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    return plain if torch.allclose(module(x), plain(x), rtol=2 * torch.finfo(weight.dtype).eps, atol=0) else None
+
+
+@lru_cache
+def _lone_row_differs(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    """Whether oneDNN sums one row of ``in_features`` in another order than several.
+
+    All terms cancel in pairs, so nothing but rounding errors is left of the sums, and another order gives others. With ordinary
+    numbers the difference would show in few rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    order = torch.randperm(2 * half, generator=generator)
+    terms = torch.randn(4, half, generator=generator) * torch.exp2(torch.randint(-6, 6, (4, half), generator=generator))
+    row = torch.randn(1, half, generator=generator)
+    x = nn.functional.pad(torch.cat([terms, -terms], dim=1)[:, order], (0, in_features - 2 * half)).to(dtype)
+    weight = nn.functional.pad(torch.cat([row, row], dim=1)[:, order], (0, in_features - 2 * half)).to(dtype)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.repeat(out_features, 1), 8)
+    many, one = (torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "") for rows in (x, x[:1]))
+    return not torch.equal(many[:1], one)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)

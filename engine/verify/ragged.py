@@ -1,0 +1,317 @@
+"""One packed forward over many sequences with different contexts and different numbers of new tokens, over a paged KV cache.
+
+A `RaggedModel` takes a loaded model over: it replaces its layers by faster ones, checks on the loaded weights that the packed
+forward computes what the plain one did, and refuses the model otherwise.
+"""
+
+import contextlib
+import inspect
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+from engine.models import LoadedModel
+from engine.types import ModelInfo
+from engine.verify.attention import NAME, AttentionState, Chunk, MakeBackend, Mask, pack, run_with
+from engine.verify.attention.cpu import TILE, PaddedAttention
+from engine.verify.dense import DenseModel
+from engine.verify.kv_cache import CachedSequence, KVCache, affordable_blocks
+from engine.verify.linear import MAKERS, replace_linears, replace_rms_norms
+
+logger = logging.getLogger(__name__)
+
+Weights = Literal["exact", "int8"]
+Numerics = Literal["invariant", "fast"]
+Forward = Callable[[AttentionState], Tensor]
+
+CPU_BLOCK_SIZE = 32
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""Largest accepted root mean square error of the packed forward, relative to that of the centred logits, per dtype.
+
+In bfloat16 two of transformers' own attentions differ by 0.1 on a deep small model and random ids; a wrong mask or position
+gives 0.5 and more.
+"""
+MAX_INT8_ERROR = 0.8
+"""int8 is another model: this only tells it from noise, whose error is about 1.4."""
+STEP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+STEP_CONTEXT = 64
+"""Tokens in the cache while step times are measured."""
+STEP_BUDGET_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowInvariance:
+    """Whether a row's logits have the same bits whatever else is in the batch, and in words what was compared."""
+
+    holds: bool
+    verdict: str
+
+
+class RaggedModel:
+    """A causal language model as a function of packed chunks.
+
+    The loaded model is taken over: afterwards ``loaded.model`` cannot be used any more. Raises `ModelError` when the
+    architecture cannot be run packed, and when there is no memory for a KV cache.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        weights: Weights = "exact",
+        numerics: Numerics = "invariant",
+        kv_capacity_tokens: int | None = None,
+        max_context: int | None = None,
+    ):
+        self.loaded = loaded
+        self.device = torch.device(loaded.device)
+        self.num_ids: int = loaded.model.get_input_embeddings().weight.shape[0]
+        """Ids that have an embedding; those from ``vocab_size`` on are padding."""
+        self.max_context = min(loaded.max_context, max_context or loaded.max_context, _rope_limit(loaded.config))
+        self._weights = weights
+        self._numerics = numerics
+        self._backend, self._block_size = _backend(self.device)
+        self._masks: dict[int, Mask] = {}
+        self.network: Literal["dense", "generic"] = "dense"
+        """Whether the lean forward or transformers' own code runs."""
+        self._forward, bytes_per_token = self._prepare()
+        num_blocks = affordable_blocks(
+            loaded.name, bytes_per_token, self._block_size, self.max_context, self.device, kv_capacity_tokens
+        )
+        self.row_invariance = self._probe_row_invariance()
+        self.cache = KVCache(num_blocks, self._block_size)
+        self.step_times = self._measure_step_times()
+        logger.info("%s: %s network, %d KV blocks, %s", loaded.name, self.network, num_blocks, self.row_invariance.verdict)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Sizes, identity and measured step times."""
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        int8 = self._weights == "int8"
+        return ModelInfo(
+            name=self.loaded.name,
+            vocab_size=self.loaded.vocab_size,
+            max_context=self.max_context,
+            kv_capacity_tokens=self.cache.pool.num_blocks * self._block_size,
+            kv_block_size=self._block_size,
+            eos_token_ids=self.loaded.eos_token_ids,
+            fingerprint=self.loaded.fingerprint,
+            device=str(self.device),
+            dtype="int8" if int8 else dtype,
+            dtype_reason=f"int8 copy of {dtype} weights" if int8 else self.loaded.dtype_reason,
+            step_times=self.step_times,
+        )
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits [R, vocab_size] of the last ``num_logits`` tokens of every chunk, in the order of ``chunks``.
+
+        The blocks for the new tokens must have been reserved (`KVCache.reserve`); afterwards the sequences hold them. A
+        sequence may occur once.
+        """
+        return self._run(self._forward, self.cache, chunks)
+
+    def _run(self, forward: Forward, cache: KVCache, chunks: Sequence[Chunk]) -> Tensor:
+        backend = self._backend(chunks, self._block_size, self.device, self._numerics)
+        batch = pack(chunks, backend.order, self._block_size, self.device)
+        logits = forward(AttentionState(batch, backend, cache, self.max_context, self._masks))
+        for chunk in chunks:
+            chunk.sequence.ids.extend(chunk.ids)
+        return logits[: sum(chunk.num_logits for chunk in chunks), : self.loaded.vocab_size]
+
+    # --- loading ------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _prepare(self) -> tuple[Forward, int]:
+        """Choose the forward that reproduces the loaded model. Returns it and the KV cache's bytes per token."""
+        model = self.loaded.model
+        probes = [_random_ids(length, self.loaded.vocab_size, seed) for seed, length in enumerate((24, 17))]
+        with _architecture_errors(self.loaded):
+            reference = [model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0] for ids in probes]
+        if DenseModel.supports(model):
+            dense = DenseModel(model, MAKERS[self._weights], torch.float32 if self._weights == "int8" else self.loaded.dtype)
+            error, bytes_per_token = self._probe(dense.forward, probes, reference)
+            if error <= self._max_error:
+                model.model.layers = nn.ModuleList()
+                model.lm_head = nn.Identity()
+                return dense.forward, bytes_per_token
+            logger.warning("%s: the lean forward is off by %.2g, so transformers' own runs", self.loaded.name, error)
+        self.network = "generic"
+        with _architecture_errors(self.loaded):
+            model.set_attn_implementation(NAME)
+            replace_linears(model, MAKERS[self._weights])
+            replace_rms_norms(model)
+            generic = generic_forward(model)
+            error, bytes_per_token = self._probe(generic, probes, reference)
+        if not error <= self._max_error:
+            raise _unsupported(self.loaded, f"a packed forward differs from the plain one by {error:.2g} of the logits' spread")
+        return generic, bytes_per_token
+
+    @property
+    def _max_error(self) -> float:
+        return MAX_INT8_ERROR if self._weights == "int8" else MAX_ERROR[self.loaded.dtype]
+
+    def _probe(self, forward: Forward, probes: list[list[int]], reference: list[Tensor]) -> tuple[float, int]:
+        """Error of packed steps over two sequences, in chunks and with a rollback, and the KV cache's bytes per token."""
+        first, second = CachedSequence(), CachedSequence()
+        cache = KVCache(8 + 256 // self._block_size, self._block_size)
+
+        def step(first_ids: list[int], second_ids: list[int]) -> tuple[Tensor, Tensor]:
+            chunks = [Chunk(first, first_ids, len(first_ids)), Chunk(second, second_ids, len(second_ids))]
+            for chunk in chunks:
+                cache.reserve(chunk.sequence, len(chunk.ids))
+            logits = self._run(forward, cache, chunks)
+            return logits[: len(first_ids)], logits[len(first_ids) :]
+
+        a, b = probes
+        early = step(a[:9], b[:5])
+        middle = step(b[:4], b[5:12])
+        cache.truncate(first, 9)  # those four were wrong
+        late = step(a[9:], b[12:])
+        got = torch.cat([early[0], late[0], early[1], middle[1], late[1]]).float()
+        expected = torch.cat(reference)[:, : self.loaded.vocab_size].float()
+        spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+        return float((got - expected).square().mean().sqrt() / spread), cache.bytes_per_token
+
+    # --- measuring ----------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _probe_row_invariance(self) -> RowInvariance:
+        """Compare the bits of rows that are decoded one by one with the same rows in longer steps and in a mixed batch.
+
+        In a short context and across the edge of a tile. What the cache holds does not matter, so it is filled with noise.
+        """
+        if self._numerics == "fast":
+            return RowInvariance(False, "row invariance not asked for")
+        contexts = [context for context in (12, TILE - 6) if context + 16 <= self.max_context]
+        if not contexts:
+            return RowInvariance(False, "row invariance unknown: the context is too short to check it")
+        differences = {f"{case} after {context}": d for context in contexts for case, d in self._compare_rows(context).items()}
+        case = max(differences, key=differences.__getitem__)
+        if differences[case] > 0:
+            return RowInvariance(False, f"not row-invariant: logits differ by {differences[case]:.2g} in {case} tokens")
+        after = " and ".join(map(str, contexts))
+        return RowInvariance(
+            True, f"row-invariant: equal bits in steps of 1, 2, 5 and 8 and in a mixed batch after {after} tokens"
+        )
+
+    def _compare_rows(self, context: int) -> dict[str, float]:
+        """Largest difference from decoding one by one, per way of batching."""
+        ids = _random_ids(16, self.loaded.vocab_size, seed=2)
+        row = CachedSequence([0] * context)
+        longer = CachedSequence([0] * min(context + 300, self.max_context - 1))
+        cache = KVCache((2 * context + 400) // self._block_size + 8, self._block_size)
+
+        def step(start: int, count: int, *others: Chunk) -> Tensor:
+            cache.truncate(row, context + start)
+            chunks = [Chunk(row, ids[start : start + count], count), *others]
+            for chunk in chunks:
+                cache.reserve(chunk.sequence, len(chunk.ids))
+            return self._run(self._forward, cache, chunks)[:count]
+
+        step(0, 1)
+        _fill_with_noise(cache)
+        alone = torch.cat([step(i, 1) for i in range(3)])
+        batched = {f"steps of {count}": step(0, count)[:3] for count in (2, 5, 8)}
+        batched["a mixed batch"] = step(0, 5, Chunk(longer, ids[:1], 1), Chunk(CachedSequence(), ids, 0))[:3]
+        return {case: float((rows - alone[: len(rows)]).abs().max()) for case, rows in batched.items()}
+
+    def _measure_step_times(self) -> tuple[tuple[int, float], ...]:
+        """(new tokens of one sequence, seconds): the median of three, as many sizes as fit into the budget."""
+        room = min(self.max_context, self.cache.pool.num_blocks * self._block_size) - STEP_CONTEXT
+        times: list[tuple[int, float]] = []
+        started = time.perf_counter()
+        for size in STEP_SIZES:
+            if size > room or time.perf_counter() - started > STEP_BUDGET_S:
+                break
+            times.append((size, sorted(self._time_step(size) for _ in range(4))[1]))
+        return tuple(times)
+
+    def _time_step(self, size: int) -> float:
+        sequence = CachedSequence([0] * STEP_CONTEXT)
+        self.cache.reserve(sequence, size)
+        started = time.perf_counter()
+        self.forward([Chunk(sequence, [0] * size, size)])[0, 0].item()  # waits for the device
+        elapsed = time.perf_counter() - started
+        self.cache.truncate(sequence, 0)
+        return elapsed
+
+
+def generic_forward(model: Any) -> Forward:
+    """transformers' own forward of a model whose attention is ours."""
+    keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(state: AttentionState) -> Tensor:
+        batch = state.batch
+        inputs = {
+            "input_ids": batch.tokens.unsqueeze(0),
+            "position_ids": batch.positions.unsqueeze(0),
+            # Without a mask transformers would take the jumps in position_ids for packed training data.
+            "attention_mask": torch.ones_like(batch.tokens).unsqueeze(0),
+            "use_cache": False,
+        }
+        if keeps_rows:
+            inputs["logits_to_keep"] = batch.logit_rows
+        logits: Tensor = run_with(state, lambda: model(**inputs)).logits[0]
+        return logits if keeps_rows else logits[batch.logit_rows]
+
+    return forward
+
+
+def _backend(device: torch.device) -> tuple[MakeBackend, int]:
+    """Attention for a device, and the block size that suits it."""
+    if device.type != "cuda":
+        return PaddedAttention, CPU_BLOCK_SIZE
+    from engine.verify.attention import cuda
+
+    return cuda.VarlenAttention, cuda.BLOCK_SIZE
+
+
+def _rope_limit(config: Any) -> int:
+    """Context within which the rotary frequencies are fixed.
+
+    Types that change them with the longest sequence of a forward ("dynamic", "longrope") would let requests change each other,
+    and a sequence's cached keys would not fit its later queries.
+    """
+    config = config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    changing = [
+        entry.get("original_max_position_embeddings") or config.max_position_embeddings
+        for entry in (parameters, *parameters.values())
+        if isinstance(entry, dict) and entry.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(changing, default=sys.maxsize)
+
+
+def _random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
+    ids: list[int] = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def _fill_with_noise(cache: KVCache) -> None:
+    noise: dict[torch.Size, Tensor] = {}
+    for tensor in (tensor for layer in cache.layers for tensor in (layer.keys, layer.values)):
+        if tensor.shape not in noise:
+            noise[tensor.shape] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+        tensor.copy_(noise[tensor.shape])
+
+
+def _unsupported(loaded: LoadedModel, reason: str) -> ModelError:
+    architecture = (loaded.config.architectures or [loaded.config.model_type])[0]
+    return ModelError(f"{loaded.name}: the architecture {architecture} is not supported yet: {reason}")
+
+
+@contextlib.contextmanager
+def _architecture_errors(loaded: LoadedModel) -> Iterator[None]:
+    """An architecture may fail in a packed forward in any way; the user is told which it is."""
+    try:
+        yield
+    except Exception as error:
+        raise _unsupported(loaded, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error

@@ -146,6 +146,12 @@ class LanePolicy:
         """Install what the controller published. It counts as fresh from the first use after this call."""
         self._table, self._table_at_s, self._plan_is_current = table, None, False
 
+    def update_target_cost(self, target_step_times: StepTimes) -> None:
+        """The target was measured again: (tokens, seconds). An empty profile changes nothing."""
+        if target_step_times:
+            self._cost = msgspec.structs.replace(self._cost, target=StepCost.measured(target_step_times))
+            self._plan_is_current = False
+
     def update_draft_cost(self, draft_step_times: StepTimes) -> None:
         """Another draft answers from now on: (rows, seconds) of its profile. An empty one changes nothing.
 

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import time
 import zlib
+from functools import partial
 from typing import Any
 
 from deployments.messages import DraftReport
 from deployments.wire import WireClient, WireError
+from engine.calibrate import StepTimes, measure_draft
 from engine.drivers import Clock, DraftUnavailable, TargetLost
 from engine.propose.base import DraftSource
 from engine.types import ModelInfo, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
@@ -16,6 +18,7 @@ logger = logging.getLogger("ray.serve")
 
 VERIFY_DEADLINE_S = 60.0
 """A target that needs longer for one round hangs: it is restarted."""
+MEASURE_DEADLINE_S = 10.0
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 5.0
 
@@ -122,6 +125,20 @@ class StreamDraft:
     def available(self) -> bool:
         """Whether there is a draft and it is not being left alone."""
         return self._client is not None and self._clock() >= self._retry_at_s
+
+    async def measure(self) -> StepTimes:
+        """Step times of the draft that answers now, hops included; as announced when it does not answer."""
+        if self._client is None or self._current is None:
+            return ()
+        try:
+            return await measure_draft(partial(self._client.call, "propose", answer=ProposeReply, timeout_s=MEASURE_DEADLINE_S))
+        except WireError:
+            return self._current.info.step_times
+
+    @property
+    def announced_step_times(self) -> StepTimes:
+        """What the draft measured when it loaded."""
+        return self._current.info.step_times if self._current is not None else ()
 
     async def update(self, drafts: tuple[DraftReport, ...]) -> bool:
         """Follow the directory; true when another draft answers from now on."""

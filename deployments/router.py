@@ -19,8 +19,9 @@ from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamDraft, StreamTarget
 from deployments.target import TargetActor
 from engine.build import build_free_source, draft_is_a_model
+from engine.calibrate import measure_target
 from engine.config import OutriderConfig, parse_config
-from engine.drivers import AsyncDriver
+from engine.drivers import AsyncDriver, TargetLost
 from engine.request import check_request, fit_to_cache
 from engine.scheduler import Scheduler
 from engine.types import Delta, GenerateRequest, ModelInfo, StepReport
@@ -166,10 +167,21 @@ class Router:
             await asyncio.sleep(self._config.controller.report_interval_s)
 
     async def _follow_drafts(self, drafts: tuple[DraftReport, ...]) -> None:
-        if await self._draft.update(drafts):
-            self._scheduler.forget_draft()
-            profile = next((draft.info.step_times for draft in drafts), ())
-            self._policy.update_draft_cost(profile)
+        if not await self._draft.update(drafts):
+            return
+        self._scheduler.forget_draft()
+        if isinstance(self._draft, StreamDraft):
+            self._policy.update_draft_cost(self._draft.announced_step_times)
+            if not self._scheduler.has_work:
+                await self._calibrate(self._draft)
+
+    async def _calibrate(self, draft: StreamDraft) -> None:
+        """Measure both models in turn. When they loaded they measured themselves, but on cores that were busy loading."""
+        try:
+            self._policy.update_target_cost(await measure_target(self._target.verify))
+        except TargetLost:
+            self._scheduler.forget_target()
+        self._policy.update_draft_cost(await draft.measure())
 
     def _status(self) -> LaneStatus:
         now_s = time.monotonic()

@@ -4,6 +4,7 @@ transformers runs a step of such a model in some two thousand small operations, 
 it is a few hundred. Whether the result is the same is checked on the loaded weights (`engine.verify.ragged`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,31 +18,22 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type``."""
 
 
-@dataclass(slots=True)
-class HeadNorm:
-    """RMS norm over every head of q and k, with its own weight for each of the two."""
-
-    weight: Tensor
-    """[Hq + Hkv, D]."""
-    eps: float
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """heads [T, Hq + Hkv, D] -> the same shape."""
-        return torch.rms_norm(heads, heads.shape[-1:], None, self.eps).mul_(self.weight)
+Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer. The linear ones are `engine.verify.linear.Linear`."""
+    """One decoder layer as functions of rows [T, ...]. Those that end in ``add`` take the residual first and return the sum."""
 
-    attention_norm: PlainRMSNorm
-    qkv: Any
-    head_norm: HeadNorm | None
+    attention_norm: Map
+    qkv: Map
+    head_norms: tuple[Map, Map] | None
+    """Over each head of q and of k; Qwen3."""
     attention: AttentionSpec
-    attention_out: Any
-    mlp_norm: PlainRMSNorm
-    gate_up: Any
-    mlp_out: Any
+    attention_add: Callable[[Tensor, Tensor], Tensor]
+    mlp_norm: Map
+    gate_up: Map
+    mlp_add: Callable[[Tensor, Tensor], Tensor]
 
 
 class DenseModel:
@@ -62,7 +54,7 @@ class DenseModel:
         self._layers = [self._layer(layer, config, make) for layer in decoder.layers]
         self._norm = self._plain_norm(decoder.norm)
         head: Any = model.lm_head
-        self._head = make(head.weight, head.bias)
+        self._head = make(head.weight, head.bias).forward
         # rotate_half(x) is (-x2, x1): the halves swapped, times these signs.
         self._signs = torch.tensor([[-1.0], [1.0]], dtype=activations, device=self._embedding.device)
 
@@ -78,11 +70,10 @@ class DenseModel:
         x = nn.functional.embedding(batch.tokens, self._embedding).to(self._dtype)
         cos, sin = self._rotation(x, batch.positions)
         for layer in self._layers:
-            x = layer.attention_out.add_to(x, self._attend(layer, x, cos, sin, state))
+            x = layer.attention_add(x, self._attend(layer, layer.attention_norm(x), cos, sin, state))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
-            x = layer.mlp_out.add_to(x, nn.functional.silu(gate).mul_(up))
-        logits: Tensor = self._head(self._norm(x.index_select(0, batch.logit_rows)))
-        return logits
+            x = layer.mlp_add(x, nn.functional.silu(gate).mul_(up))
+        return self._head(self._norm(x.index_select(0, batch.logit_rows)))
 
     def _rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin per row, [T, 1, 2, D / 2]."""
@@ -91,42 +82,42 @@ class DenseModel:
         return cos.view(shape), sin.view(shape) * self._signs
 
     def _attend(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, state: AttentionState) -> Tensor:
-        """Concatenated heads, [T, Hq * D]."""
+        """Heads side by side, [T, Hq * D]."""
         num_rotated = self._num_heads + self._num_kv
-        heads = layer.qkv(layer.attention_norm(x)).view(-1, num_rotated + self._num_kv, self._head_dim)
+        heads = layer.qkv(x).view(len(x), -1, self._head_dim)
         rotated = heads[:, :num_rotated]
-        if layer.head_norm is not None:
-            rotated.copy_(layer.head_norm(rotated))
-        halves = rotated.view(-1, num_rotated, 2, self._head_dim // 2)
+        if layer.head_norms is not None:
+            for heads_of, norm in zip(rotated.split([self._num_heads, self._num_kv], dim=1), layer.head_norms, strict=True):
+                heads_of.copy_(norm(heads_of))
+        halves = rotated.view(len(x), num_rotated, 2, -1)
         swapped = halves.flip(2)
         halves.mul_(cos).addcmul_(swapped, sin)
         heads = heads.to(self._cache_dtype)
-        keys_values = heads[:, self._num_heads :].transpose(0, 1)
-        out = state.forward_both(heads[:, : self._num_heads], keys_values, layer.attention)
-        return out.reshape(-1, self._num_heads * self._head_dim).to(self._dtype)
+        query, keys_values = torch.split(heads, [self._num_heads, 2 * self._num_kv], dim=1)
+        return state.forward_both(query, keys_values.transpose(0, 1), layer.attention).to(self._dtype)
 
     def _layer(self, layer: Any, config: Any, make: MakeLinear) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        attention_out = make(attention.o_proj.weight, attention.o_proj.bias)
+        mlp_out = make(mlp.down_proj.weight, mlp.down_proj.bias)
         return Layer(
             attention_norm=self._plain_norm(layer.input_layernorm),
-            qkv=fused_linear([attention.q_proj, attention.k_proj, attention.v_proj], make),
-            head_norm=self._head_norm(attention),
+            qkv=fused_linear([attention.q_proj, attention.k_proj, attention.v_proj], make).forward,
+            head_norms=self._head_norms(attention),
             attention=AttentionSpec(attention.scaling, Window(_window(config, attention.layer_idx))),
-            attention_out=make(attention.o_proj.weight, attention.o_proj.bias),
+            attention_add=attention_out.add_to,
             mlp_norm=self._plain_norm(layer.post_attention_layernorm),
-            gate_up=fused_linear([mlp.gate_proj, mlp.up_proj], make),
-            mlp_out=make(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate_up=fused_linear([mlp.gate_proj, mlp.up_proj], make).forward,
+            mlp_add=mlp_out.add_to,
         )
 
-    def _plain_norm(self, norm: Any) -> PlainRMSNorm:
-        return PlainRMSNorm(norm.weight.to(self._dtype), norm.variance_epsilon)
+    def _plain_norm(self, norm: Any) -> Map:
+        return PlainRMSNorm(norm.weight.to(self._dtype), norm.variance_epsilon).forward
 
-    def _head_norm(self, attention: Any) -> HeadNorm | None:
+    def _head_norms(self, attention: Any) -> tuple[Map, Map] | None:
         if not hasattr(attention, "q_norm"):
             return None
-        parts = [(attention.q_norm.weight, self._num_heads), (attention.k_norm.weight, self._num_kv)]
-        weight = torch.cat([weight.detach().to(self._dtype).expand(heads, -1) for weight, heads in parts])
-        return HeadNorm(weight, attention.q_norm.variance_epsilon)
+        return self._plain_norm(attention.q_norm), self._plain_norm(attention.k_norm)
 
 
 def _window(config: Any, layer: int) -> int | None:

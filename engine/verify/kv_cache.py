@@ -54,18 +54,15 @@ class LayerCache:
         self.keys.index_copy_(1, slots, keys)
         self.values.index_copy_(1, slots, values)
 
-    def write_both(self, slots: Tensor, keys_values: Tensor) -> None:
-        """Store keys and values that lie side by side, [2 * Hkv, T, D], in slots [T]."""
+    def gather(self, slots: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Copies of K [Hkv * N, w, Dk] and V [Hkv * N, w, Dv] of N sequences, whose w slots each follow one another [N * w]."""
+        batch = self.num_heads * num_sequences
         if self.both is None:
-            raise ValueError("keys and values of this layer differ in width")
-        self.both.index_copy_(1, slots, keys_values)
-
-    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of K [Hkv, n, Dk] and V [Hkv, n, Dv] at slots [n]."""
-        if self.both is None:
-            return self.keys.index_select(1, slots), self.values.index_select(1, slots)
+            keys, values = (cached.index_select(1, slots) for cached in (self.keys, self.values))
+            return keys.view(batch, -1, keys.shape[2]), values.view(batch, -1, values.shape[2])
         gathered = self.both.index_select(1, slots)
-        return gathered[: self.num_heads], gathered[self.num_heads :]
+        keys, values = gathered.view(2, batch, -1, gathered.shape[2]).unbind()
+        return keys, values
 
 
 class KVCache:

@@ -271,7 +271,7 @@ def test_the_probability_of_keeping_is_the_ratio() -> None:
 def test_a_token_without_mass_is_never_kept() -> None:
     """Bug guarded: p(x) = 0 is kept because u * q(x) underflows to the same zero, so a filtered token appears (case L06)."""
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]], dtype=torch.float64)
-    q = DraftProbs(torch.tensor([[[0, 1]]]), torch.tensor([[[1e-300, 1.0]]], dtype=torch.float64))
+    q = DraftProbs(torch.tensor([[[0, 1]]]), torch.tensor([[[5e-324, 1.0]]], dtype=torch.float64))
     tiny = torch.tensor([[2.0**-53]], dtype=torch.float64)
     verdicts = rejection(Drafts.from_lists([(0,)]), p, q, tiny, torch.zeros(1, 2, dtype=torch.float64))
     assert (verdicts.accepted.item(), verdicts.tokens.item()) == (0, 1)

@@ -109,8 +109,9 @@ def run(model: RaggedModel, *steps: tuple[CachedSequence, list[int]]) -> list[Te
 
 
 @pytest.fixture(autouse=True)
-def _no_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring takes longer than the tests."""
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring step times takes longer than the tests, and at this size a second thread only waits."""
+    torch.set_num_threads(1)
     monkeypatch.setattr(RaggedModel, "_measure_step_times", lambda self: ())
 
 
@@ -177,6 +178,7 @@ def test_groups_bound_the_padding() -> None:
     assert {frozenset(group) for group in groups} == {frozenset({0, 2, 3}), frozenset({1}), frozenset({4})}
 
 
+@torch.inference_mode()
 def test_nan_in_one_sequence_stays_there() -> None:
     """Guards: 0 × NaN. Another request's padding, and whoever gets the blocks next, must not see a spoilt cache."""
     model = RaggedModel(tiny_model(), kv_capacity_tokens=256)
@@ -191,7 +193,7 @@ def test_nan_in_one_sequence_stays_there() -> None:
     assert good.isfinite().all()
     model.cache.truncate(spoilt, 0)
     newcomer = CachedSequence()
-    model.cache.reserve(newcomer, 200)  # all blocks that are left, the spoilt ones too
+    model.cache.reserve(newcomer, 190)  # among them the spoilt blocks
     assert all(rows.isfinite().all() for rows in run(model, (newcomer, text[:5]), (healthy, text[3:])))
 
 
@@ -220,32 +222,42 @@ needs_bfloat16 = pytest.mark.skipif(
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_rows_have_the_same_bits_in_any_batch(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("family", "width"), [("llama", 1152), ("qwen3", 128), ("gemma2", 128)])
+def test_rows_have_the_same_bits_in_any_batch(family: str, width: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards: any kernel whose sums depend on the shape of the batch. Then the text depends on load and speculation depth.
 
-    Tolerance zero. The hidden size is above 1024, where oneDNN sums a lone row in another order, and the context crosses the
-    edge of a tile.
+    Tolerance zero. The first model is wider than 1024, where oneDNN sums a lone row in another order, and the context crosses
+    the edge of a tile.
     """
-    sizes = {"hidden_size": 1152, "intermediate_size": 1280, "num_hidden_layers": 2, "head_dim": 64, "initializer_range": 0.02}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+        "initializer_range": 0.02,
+    }
     loaded = tiny_model(family, torch.bfloat16, **sizes, max_position_embeddings=4096)
     loaded = LoadedModel(**{**vars(loaded), "max_context": 4096})
     model = RaggedModel(loaded, kv_capacity_tokens=8192)
     with capsys.disabled():
         print(f"\n{family}, {model.network}: {model.row_invariance.verdict}")
     assert model.row_invariance.holds
-    text = random_ids(1040)
-    alone = CachedSequence()
-    run(model, (alone, text[:1000]))
-    expected = torch.cat([run(model, (alone, [token]))[0] for token in text[1000:]])
+    text = random_ids(1032)
+    alone, chunked, mixed = CachedSequence(), CachedSequence(), CachedSequence()
     others = [CachedSequence(), CachedSequence(), CachedSequence()]
-    run(model, *[(other, random_ids(length)) for other, length in zip(others, (30, 700, 1500), strict=True)])
+    run(model, (alone, text[:1012]))
+    run(
+        model,
+        (chunked, text[:512]),
+        *[(other, random_ids(length)) for other, length in zip(others, (30, 700, 1500), strict=True)],
+    )
+    run(model, (chunked, text[512:1012]), (mixed, text[:1012]))
+    expected = torch.cat([run(model, (alone, [token]))[0] for token in text[1012:]])
     for count in (2, 5, 8, 16):
-        chunked, mixed = CachedSequence(), CachedSequence()
-        run(model, (chunked, text[:512]))
-        run(model, (chunked, text[512:1000]), (mixed, text[:1000]))
-        for start in range(0, 40, count):
-            ids = text[1000 + start : 1000 + start + count]
+        for sequence in (chunked, mixed):
+            model.cache.truncate(sequence, 1012)
+        for start in range(0, 20, count):
+            ids = text[1012 + start : 1012 + start + count]
             (rows,) = run(model, (chunked, ids))
             assert torch.equal(rows, expected[start : start + count])
             _, rows, *_ = run(model, (others[0], random_ids(1)), (mixed, ids), *[(o, random_ids(3)) for o in others[1:]])
@@ -262,12 +274,12 @@ def test_tiles_are_what_makes_attention_invariant() -> None:
     order = torch.randperm(2 * half)
     values = torch.randn(half, 64) * torch.exp2(torch.randint(-6, 6, (half, 64)))
     values = torch.cat([values, -values])[order].bfloat16()
-    query = torch.zeros(1, 1, 2, 3, 64, dtype=torch.bfloat16)  # all scores are 0
+    query = torch.zeros(1, 3, 64, dtype=torch.bfloat16)  # all scores are 0
 
     def attend(width: int, tile: int) -> Tensor:
         padded = torch.zeros(1, width, 64, dtype=torch.bfloat16)
         padded[0, : 2 * half] = values
-        mask = torch.zeros(1, 1, 3, width, dtype=torch.bfloat16)
+        mask = torch.zeros(1, 3, width, dtype=torch.bfloat16)
         mask[..., 2 * half :] = -torch.inf
         tiles = [(padded[:, a : a + tile], padded[:, a : a + tile]) for a in range(0, width, tile)]
         return explicit_attention(query, tiles, mask, AttentionSpec(0.125))
@@ -285,6 +297,141 @@ def test_the_probe_sees_a_forward_that_is_not_invariant(monkeypatch: pytest.Monk
     verdict = RaggedModel(loaded, kv_capacity_tokens=512).row_invariance
     assert not verdict.holds
     assert "logits differ" in verdict.verdict
+
+
+# --- the target -------------------------------------------------------------------------------------------------------------
+
+
+def tiny_target(**changes: Any) -> Target:
+    loaded = tiny_model()
+    return Target(LoadedModel(**{**vars(loaded), **changes}), kv_capacity_tokens=512)
+
+
+def context(num_prompt: int, **params: Any) -> SequenceContext:
+    return SequenceContext(params=SamplingParams(**{"temperature": 0.0, **params}), prompt_length=num_prompt)
+
+
+def verify(target: Target, *items: VerifyItem, release: tuple[str, ...] = ()) -> list[Verdict]:
+    reply = target.verify(VerifyRequest(round_id=3, items=items, release=release))
+    assert reply.round_id == 3
+    assert [verdict.sequence_id for verdict in reply.verdicts] == [item.sequence_id for item in items]
+    return list(reply.verdicts)
+
+
+def opening(sequence_id: str, ids: list[int], **fields: Any) -> VerifyItem:
+    return VerifyItem(sequence_id=sequence_id, base_length=0, tokens=tuple(ids), **{"context": context(len(ids)), **fields})
+
+
+def greedy_text(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(plain_logits(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_greedy_text_is_the_models_own_whatever_the_drafts(depth: int) -> None:
+    """Guards: a verdict read from the wrong row, K and V of a rejected token that stay, a length that is off by one."""
+    prompt = random_ids(23)
+    expected = greedy_text(tiny_model().model, prompt, 24)
+    target = tiny_target()
+    verify(target, opening("a", prompt[:10], sample=False), opening("other", random_ids(30)))
+    known, ids, rejected = 10, list(prompt), 0
+    while len(ids) < 47:
+        position = len(ids) - len(prompt)
+        draft = tuple(token if n % 3 else 3 for n, token in enumerate(expected[position : position + depth], start=position))
+        item = VerifyItem(sequence_id="a", base_length=known, tokens=tuple(ids[known:]), draft=draft)
+        (verdict,) = verify(target, item)
+        assert verdict.tokens[:-1] == draft[: verdict.accepted]
+        rejected += len(draft) - verdict.accepted
+        known = len(ids) + verdict.accepted
+        ids += verdict.tokens
+    assert ids[23:47] == expected
+    assert bool(rejected) == bool(depth)
+
+
+def test_an_item_that_cannot_be_served_leaves_the_others_alone() -> None:
+    """Guards: one bad request failing the round of the whole batch."""
+    target = tiny_target()
+    prompt = random_ids(9)
+    expected = greedy_text(tiny_model().model, prompt, 1)
+    answers = verify(
+        target,
+        opening("a", prompt),
+        opening("id", [5, VOCAB]),
+        opening("negative", [-1]),
+        opening("empty", []),
+        opening("draft", [5], draft=(6,), sample=False),
+        opening("long", random_ids(257)),
+        opening("full", random_ids(250), draft=tuple(random_ids(6))),
+        opening("too much", random_ids(250)),
+        opening("b", prompt),
+    )
+    assert [a.tokens for a in (answers[0], answers[-1])] == [tuple(expected)] * 2
+    assert {a.sequence_id: a.error for a in answers if a.error} == {
+        "id": "token ids lie between 0 and 96, got 97",
+        "negative": "token ids lie between 0 and 96, got -1",
+        "empty": "no tokens to process",
+        "draft": "a chunk that is not sampled has no draft",
+        "long": "257 tokens, but the context holds 256",
+        "too much": "kv_full",
+    }
+    (again,) = verify(target, opening("too much", prompt), release=("full",))
+    assert again.tokens == tuple(expected)
+
+
+def test_logits_that_are_not_finite_end_one_sequence_only() -> None:
+    """Guards: NaN that spreads over the batch, or that is sampled from."""
+    loaded = tiny_model()
+    loaded.model.get_input_embeddings().weight[50] = torch.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.verify.ragged._random_ids", lambda count, vocab_size, seed: [3 + i for i in range(count)])
+        target = Target(loaded, kv_capacity_tokens=512)
+    spoilt, healthy = verify(target, opening("a", [7, 50, 8]), opening("b", [7, 9, 8]))
+    assert spoilt.error is not None
+    assert "not finite" in spoilt.error
+    assert healthy.error is None
+    assert len(healthy.tokens) == 1
+
+
+def test_context_is_asked_for_when_it_is_missing() -> None:
+    """Guards: serving a sequence from tokens that were never computed, after an eviction, a restart or a lost message."""
+    target = tiny_target()
+    unknown = VerifyItem(sequence_id="a", base_length=0, tokens=(5, 6))
+    assert verify(target, unknown)[0].need_context
+    assert verify(target, opening("a", [5, 6, 7]))[0].tokens
+    ahead = VerifyItem(sequence_id="a", base_length=4, tokens=(5,))
+    assert verify(target, ahead)[0] == Verdict(sequence_id="a", need_context=True)
+    assert verify(target, VerifyItem(sequence_id="a", base_length=3, tokens=(5,)))[0].tokens
+    assert verify(target, VerifyItem(sequence_id="a", base_length=4, tokens=(5,)), release=("a",))[0].need_context
+
+
+def test_going_back_in_a_sequence_gives_the_same_again() -> None:
+    """Guards: a smaller base_length, which is how a round is repeated, being taken for an error or for nothing."""
+    target = tiny_target()
+    prompt = random_ids(40)
+    first = verify(target, opening("a", prompt))
+    verify(target, VerifyItem(sequence_id="a", base_length=40, tokens=(9, 9, 9)))
+    again = verify(target, VerifyItem(sequence_id="a", base_length=12, tokens=tuple(prompt[12:])))
+    assert first == again
+
+
+def test_padding_of_the_vocabulary_is_never_sampled() -> None:
+    """Guards: ids that the head has and the tokenizer has not."""
+    prompts = [random_ids(5) for _ in range(16)]
+    items = [opening(str(i), prompt, context=context(5, temperature=5.0, seed=i)) for i, prompt in enumerate(prompts)]
+    free = [verdict.tokens[0] for verdict in verify(tiny_target(), *items)]
+    assert max(free) >= 40  # else the test below could not fail
+    assert all(verdict.tokens[0] < 40 for verdict in verify(tiny_target(vocab_size=40), *items))
+
+
+def test_released_sequences_give_their_blocks_back() -> None:
+    """Guards: blocks that leak when a sequence ends, until no request can be admitted."""
+    target = tiny_target()
+    for i in range(20):
+        (verdict,) = verify(target, opening(str(i), random_ids(200)), release=(str(i - 1), "never seen"))
+        assert verdict.error is None
+    assert target.info.kv_capacity_tokens == 512
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------------
@@ -314,7 +461,7 @@ def test_packed_linear_is_the_same_map(dtype: torch.dtype, bias: bool) -> None:
     layer = PackedLinear(weight, offset)
     x, residual = torch.randn(5, 1300).to(dtype), torch.randn(5, 24).to(dtype)
     expected = nn.functional.linear(x.double(), weight.double(), offset.double() if offset is not None else None)
-    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 100 * torch.finfo(dtype).eps}
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4 if dtype == torch.float32 else 0.5}
     for rows in (1, 2, 5):
         assert torch.allclose(layer(x[:rows]).double(), expected[:rows], **tolerance)
         assert layer(x[None, :rows]).shape == (1, rows, 24)
@@ -380,7 +527,7 @@ def test_cache_takes_memory_only_where_it_is_used() -> None:
     cache = KVCache(num_blocks=2**15, block_size=32)
     layer = cache.layer(0, torch.ones(2, 1, 64), torch.ones(2, 1, 64))  # 1 GiB
     layer.write(torch.tensor([0, 2**20 - 1]), torch.ones(2, 2, 64), torch.ones(2, 2, 64))
-    keys, values = layer.gather(torch.tensor([2**20 - 1, 5]))
+    keys, values = layer.gather(torch.tensor([2**20 - 1, 5]), num_sequences=1)
     assert torch.equal(keys, torch.tensor([1.0, 0.0]).view(1, 2, 1).expand(2, 2, 64))
     assert torch.equal(keys, values)
     assert _resident_bytes() - before < 2**27

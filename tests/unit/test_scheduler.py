@@ -52,8 +52,7 @@ class StrictTarget(ScriptedTarget):
         self.released.update(request.release)
         lengths = {name: len(held.ids) for name, held in self.sequences.items() if name not in request.release}
         for item in request.items:
-            if item.base_length == 0:
-                assert item.context is not None
+            assert (item.context is not None) == (item.base_length == 0)
             lengths[item.sequence_id] = item.base_length + len(item.tokens) + len(item.draft)
         blocks = sum(-(-length // self.info.kv_block_size) for length in lengths.values())
         assert blocks <= self.info.kv_capacity_tokens // self.info.kv_block_size, f"{blocks} blocks asked for"

@@ -92,7 +92,7 @@ class Backend(Protocol):
     """How the chunks must be packed."""
 
     def attend(self, query: Tensor, layer: LayerCache, spec: AttentionSpec) -> Tensor:
-        """Attention of query [T, Hq, D] over the cached K and V, new tokens included: [T, Hq, Dv]."""
+        """Attention of query [T, Hq, D] over the cached K and V, new tokens included: heads side by side, [T, Hq * Dv]."""
 
 
 MakeBackend = Callable[[Sequence[Chunk], int, torch.device, str], Backend]
@@ -148,18 +148,23 @@ class AttentionState:
     calls: int = 0
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
-        """Cache keys [Hkv, T, Dk] and values [Hkv, T, Dv], then attend with query [T, Hq, Dk]: [T, Hq, Dv]."""
+        """Cache keys [Hkv, T, Dk] and values [Hkv, T, Dv], then attend with query [T, Hq, Dk]: [T, Hq * Dv]."""
         layer = self.cache.layer(self.calls, keys, values)
         self.calls += 1
         layer.write(self.batch.slots, keys, values)
         return self.backend.attend(query, layer, spec)
 
     def forward_both(self, query: Tensor, keys_values: Tensor, spec: AttentionSpec) -> Tensor:
-        """The same with keys and values side by side, [2 * Hkv, T, D]."""
-        num_heads = keys_values.shape[0] // 2
-        layer = self.cache.layer(self.calls, keys_values[:num_heads], keys_values[num_heads:])
+        """The same with keys and values side by side, [2 * Hkv, T, D]: one copy instead of two."""
+        layers = self.cache.layers
+        if self.calls == len(layers):
+            keys, values = keys_values.chunk(2)
+            self.cache.layer(self.calls, keys, values)
+        layer = layers[self.calls]
         self.calls += 1
-        layer.write_both(self.batch.slots, keys_values)
+        if layer.both is None:
+            raise ValueError("this cache holds keys and values of different widths")
+        layer.both.index_copy_(1, self.batch.slots, keys_values)
         return self.backend.attend(query, layer, spec)
 
     def resolve(self, mask: Any, window: int | None, device: torch.device) -> Mask:
@@ -206,7 +211,8 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return state.forward(query[0].transpose(0, 1), key[0], value[0], spec)[None], None
+    out = state.forward(query[0].transpose(0, 1), key[0], value[0], spec)
+    return out.view(1, len(out), query.shape[1], -1), None
 
 
 def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> MaskFunction:

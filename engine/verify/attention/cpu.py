@@ -6,7 +6,7 @@ are explicit (fused kernels split the work by shape), and no product sums over m
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,20 +40,23 @@ class Group:
     """int64 [N * n]: row of the group that each padded row copies; None when nothing is padded."""
     collect: Tensor | None = None
     """int64 [num_rows]: padded row of each row of the group."""
-    masks: dict[Mask, Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[Mask, int, int], Tensor | None] = field(default_factory=dict)
 
-    def additive_mask(self, mask: Mask, dtype: torch.dtype) -> Tensor | None:
-        """0 or -inf, [N, 1, n, width]; None when all is visible."""
-        if mask not in self.masks:
-            self.masks[mask] = self._additive_mask(mask, dtype)
-        return self.masks[mask]
+    def additive_mask(self, mask: Mask, num_kv: int, group: int, dtype: torch.dtype) -> Tensor | None:
+        """0 or -inf, to be added to scores [Hkv * N, g * n, width]; None when all is visible. Equal layers share it."""
+        key = (mask, num_kv, group)
+        if key not in self.masks:
+            self.masks[key] = self._additive_mask(mask, num_kv, group, dtype)
+        return self.masks[key]
 
-    def _additive_mask(self, mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    def _additive_mask(self, mask: Mask, num_kv: int, group: int, dtype: torch.dtype) -> Tensor | None:
         if self.plain and isinstance(mask, Window) and (mask.size is None or mask.size >= self.width):
             return None
         keys = torch.arange(self.width, device=self.positions.device)
         hidden = mask.visible(self.positions, keys).logical_not_()
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+        additive = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        num_sequences = self.shape[0]
+        return additive.repeat(num_kv if num_sequences > 1 else 1, group, 1)
 
 
 class PaddedAttention:
@@ -80,13 +83,18 @@ class PaddedAttention:
     def _attend(self, group: Group, query: Tensor, layer: LayerCache, spec: AttentionSpec) -> Tensor:
         num_sequences, rows = group.shape
         num_kv, num_heads = layer.num_heads, query.shape[1]
+        shared = num_heads // num_kv
         if group.spread is not None:
             query = query.index_select(0, group.spread)
         # Query heads that share a key head become more rows of one product.
-        folded = query.view(num_sequences, rows, num_kv, num_heads // num_kv, -1).permute(2, 0, 3, 1, 4)
-        tiles = [layer.gather(slots) for slots in group.tiles]
-        out = self._product(folded, tiles, group.additive_mask(spec.mask, query.dtype), spec)
-        out = out.permute(1, 3, 0, 2, 4).reshape(num_sequences * rows, num_heads, -1)
+        folded = query.view(num_sequences, rows, num_kv, shared, -1).permute(2, 0, 3, 1, 4)
+        folded = folded.reshape(num_kv * num_sequences, shared * rows, -1)
+        if spec.sinks is not None:
+            sinks = spec.sinks.view(num_kv, 1, shared, 1).expand(num_kv, num_sequences, shared, rows)
+            spec = replace(spec, sinks=sinks.reshape(num_kv * num_sequences, shared * rows, 1))
+        tiles = [layer.gather(slots, num_sequences) for slots in group.tiles]
+        out = self._product(folded, tiles, group.additive_mask(spec.mask, num_kv, shared, query.dtype), spec)
+        out = out.view(num_kv, num_sequences, shared, rows, -1).permute(1, 3, 0, 2, 4).reshape(num_sequences * rows, -1)
         return out if group.collect is None else out.index_select(0, group.collect)
 
 
@@ -170,38 +178,33 @@ def _tiles(
 
 
 # --- products ---------------------------------------------------------------------------------------------------------------
-# query [Hkv, N, g, n, D], tiles of (K [Hkv, N * w, D], V [Hkv, N * w, Dv]), mask [N, 1, n, width] or None -> [Hkv, N, g, n, Dv]
+# With B = Hkv * N and m = g * n: query [B, m, D], tiles of (K [B, w, D], V [B, w, Dv]), mask [B or 1, m, width] or None, sinks
+# in the spec already spread out to [B, m, 1] -> [B, m, Dv].
 
 
 def explicit_attention(query: Tensor, tiles: list[tuple[Tensor, Tensor]], mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """Row-invariant. Scores and weights are rounded to the dtype, softmax computes in float32, as in transformers' eager."""
-    num_kv, num_sequences, group, rows, width = query.shape
-    batch = num_kv * num_sequences
-    folded = query.reshape(batch, group * rows, width)
-    scores = [torch.bmm(folded, keys.view(batch, -1, width).transpose(1, 2)) for keys, _ in tiles]
-    joint = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
-    weights = _weights(joint.view(num_kv, num_sequences, group, -1, joint.shape[-1]), mask, spec).view(joint.shape)
-    out = _weighted_sum(weights, [values.view(batch, -1, values.shape[-1]) for _, values in tiles])
-    return out.view(num_kv, num_sequences, group, rows, -1)
+    if len(tiles) == 1:
+        ((keys, values),) = tiles
+        return torch.bmm(_weights(torch.bmm(query, keys.mT), mask, spec), values)
+    scores = torch.cat([torch.bmm(query, keys.mT) for keys, _ in tiles], dim=-1)
+    parts = torch.split(_weights(scores, mask, spec), TILE, dim=-1)
+    # In float32 and in order, so that a further tile of weight 0 changes nothing.
+    total = torch.zeros((), dtype=torch.float32, device=query.device)
+    for part, (_, values) in zip(parts, tiles, strict=True):
+        total = total + torch.bmm(part.contiguous(), values)
+    return total.to(query.dtype)
 
 
 def fused_attention(query: Tensor, tiles: list[tuple[Tensor, Tensor]], mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """With torch's fused kernel: faster, not row-invariant."""
     if spec.softcap is not None or spec.sinks is not None:
         return explicit_attention(query, tiles, mask, spec)
-    num_kv, num_sequences, group, rows, width = query.shape
-    batch = num_kv * num_sequences
-    if mask is not None:
-        mask = mask.expand(num_kv, num_sequences, group, rows, -1).reshape(1, batch, group * rows, -1)
     ((keys, values),) = tiles
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(1, batch, group * rows, width),
-        keys.view(1, batch, -1, width),
-        values.view(1, batch, -1, values.shape[-1]),
-        attn_mask=mask,
-        scale=spec.scaling,
-    )
-    return out.view(num_kv, num_sequences, group, rows, -1)
+    mask = None if mask is None else mask.unsqueeze(0)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask, scale=spec.scaling
+    ).squeeze(0)
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], int, int | None]] = {
@@ -212,27 +215,14 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], int, int | None]] = {
 
 
 def _weights(scores: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Softmax of scores [Hkv, N, g, n, width] over their last dimension."""
+    """Softmax of scores [B, m, width] over their last dimension."""
     if spec.softcap is not None:
         scores = torch.tanh(scores * (spec.scaling / spec.softcap)) * spec.softcap
         scores = scores if mask is None else scores + mask
     elif mask is None:
-        scores = scores * spec.scaling
+        scores = scores.mul_(spec.scaling)
     else:
         scores = torch.add(mask, scores, alpha=spec.scaling)
     if spec.sinks is None:
         return torch.softmax(scores, dim=-1)
-    sinks = spec.sinks.to(scores.dtype).view(scores.shape[0], 1, scores.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1].contiguous()
-
-
-def _weighted_sum(weights: Tensor, tiles: list[Tensor]) -> Tensor:
-    """weights [B, m, width] times values [B, w, Dv] per tile. Tiles are added in float32, in order, so that a trailing tile of
-    weight 0 changes nothing.
-    """
-    if len(tiles) == 1:
-        return torch.bmm(weights, tiles[0])
-    total = torch.zeros(*weights.shape[:2], tiles[0].shape[-1], dtype=torch.float32, device=weights.device)
-    for part, values in zip(torch.split(weights, TILE, dim=-1), tiles, strict=True):
-        total += torch.bmm(part.contiguous(), values)
-    return total.to(weights.dtype)
+    return torch.softmax(torch.cat([scores, spec.sinks.to(scores.dtype)], dim=-1), dim=-1)[..., :-1].contiguous()

@@ -57,7 +57,7 @@ class VarlenAttention:
             num_splits=self._num_splits,
         )
         assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
-        return out
+        return out.flatten(1)
 
     def _pages(self, cached: Tensor) -> Tensor:
         """[Hkv, slots, D], stored token by token, as pages [blocks, block size, Hkv, D]."""

@@ -1,0 +1,36 @@
+"""Measuring through the rounds' own calls: what is sent, and that nothing is left behind."""
+
+from engine.calibrate import DRAFT_ROWS, TARGET_TOKENS, measure_draft, measure_target
+from engine.testing import ScriptedDraft, ScriptedTarget
+from engine.types import ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
+
+
+async def test_target_steps_have_the_sizes_they_are_reported_for() -> None:
+    """Bug guarded: a step of n tokens that verifies n + 1, or one that prefills again, makes every depth look wrong."""
+    target = ScriptedTarget(lambda ids: 1)
+
+    async def verify(request: VerifyRequest) -> VerifyReply:
+        reply = target.verify(request)
+        assert not any(verdict.need_context or verdict.error for verdict in reply.verdicts)
+        return reply
+
+    times = await measure_target(verify)
+    assert [size for size, _ in times] == list(TARGET_TOKENS)
+    sent = {len(item.tokens) + len(item.draft) for request in target.requests for item in request.items if item.sample}
+    assert sent == set(TARGET_TOKENS)
+    assert not target.sequences, "a synthetic sequence keeps its KV blocks for ever"
+
+
+async def test_draft_steps_have_the_rows_they_are_reported_for() -> None:
+    """Bug guarded: a draft that answers need_context is measured as infinitely fast."""
+    draft = ScriptedDraft(lambda ids: 1)
+
+    async def propose(request: ProposeRequest) -> ProposeReply:
+        reply = draft.propose(request)
+        assert all(len(p.tokens) == i.depth for p, i in zip(reply.proposals, request.items, strict=True))
+        return reply
+
+    times = await measure_draft(propose)
+    assert [rows for rows, _ in times] == list(DRAFT_ROWS)
+    assert all(seconds > 0 for _, seconds in times)
+    assert not draft.sequences

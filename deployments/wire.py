@@ -32,6 +32,7 @@ _OPTIONS = [
 ]
 T = TypeVar("T")
 Handler = Callable[[bytes], Awaitable[msgspec.Struct]]
+Write = Callable[[bytes], Awaitable[None]]
 
 
 class WireError(Exception):
@@ -88,16 +89,17 @@ class WireServer:
             self.num_refused += 1
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong stream secret")
         calls: set[asyncio.Task[None]] = set()
+        write = _in_turn(context.write)
         try:
             async for data in frames:
-                task = asyncio.create_task(self._serve_call(data, context))
+                task = asyncio.create_task(self._serve_call(data, write))
                 calls.add(task)
                 task.add_done_callback(calls.discard)
         finally:
             for task in calls:
                 task.cancel()
 
-    async def _serve_call(self, data: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+    async def _serve_call(self, data: bytes, write: Write) -> None:
         call_id = -1
         try:
             frame = _read(data)
@@ -105,13 +107,13 @@ class WireServer:
             if frame.kind not in self._handlers:
                 raise WireError(f"unknown call '{frame.kind}'")
             answer = await self._handlers[frame.kind](bytes(frame.body))
-            await context.write(_write(call_id, "", answer))
+            await write(_write(call_id, "", answer))
         except asyncio.CancelledError:
             raise
         except Exception as error:
             self.num_refused += isinstance(error, WireError)
             logger.warning("call %d failed: %s: %s", call_id, type(error).__name__, error)
-            await context.write(_write(call_id, "error", f"{type(error).__name__}: {error}"))
+            await write(_write(call_id, "error", f"{type(error).__name__}: {error}"))
 
 
 class WireClient:
@@ -122,6 +124,7 @@ class WireClient:
         self._secret = secret
         self._channel: grpc.aio.Channel | None = None
         self._stream: Any = None
+        self._write_frame: Write | None = None
         self._reader: asyncio.Task[None] | None = None
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count(1)
@@ -151,25 +154,26 @@ class WireClient:
             self._reader.cancel()
         if self._channel is not None:
             await self._channel.close()
-        self._channel = self._stream = self._reader = None
+        self._channel = self._stream = self._reader = self._write_frame = None
 
     async def _exchange(self, call_id: int, frame: bytes) -> bytes:
-        if self._stream is None:
-            self._open()
+        write = self._write_frame or self._open()
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = answer
         try:
-            await self._stream.write(frame)
+            await write(frame)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             del self._pending[call_id]
             await self.close()
             raise WireError(f"cannot send to {self.address}: {_reason(error)}") from None
         return await answer
 
-    def _open(self) -> None:
+    def _open(self) -> Write:
         self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
         self._stream = self._channel.stream_stream(_METHOD)(metadata=((_SECRET_KEY, self._secret),))
         self._reader = asyncio.create_task(self._read_answers(self._stream))
+        self._write_frame = _in_turn(self._stream.write)
+        return self._write_frame
 
     async def _read_answers(self, stream: Any) -> None:
         reason = "the other side hung up"
@@ -181,7 +185,8 @@ class WireClient:
             reason = _reason(error)
         finally:
             if stream is self._stream:
-                channel, self._channel, self._stream, self._reader = self._channel, None, None, None
+                channel = self._channel
+                self._channel = self._stream = self._reader = self._write_frame = None
                 self._fail_pending(f"lost {self.address}: {reason}")
                 if channel is not None:
                     await channel.close()
@@ -199,6 +204,17 @@ class WireClient:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(WireError(reason))
+
+
+def _in_turn(write: Write) -> Write:
+    """A gRPC stream takes one write at a time, and many calls share it."""
+    lock = asyncio.Lock()
+
+    async def write_in_turn(frame: bytes) -> None:
+        async with lock:
+            await write(frame)
+
+    return write_in_turn
 
 
 def _write(call_id: int, kind: str, message: msgspec.Struct | str) -> bytes:

@@ -102,6 +102,8 @@ def _set_cluster_environment(folder: str) -> None:
     """What must be set before Ray starts. Values that the user has set stay."""
     defaults = {
         "RAY_AUTH_MODE": "token",
+        # Ray runs its workers at nice 15, so that anything else on the machine comes before the models.
+        "RAY_worker_niceness": "0",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,

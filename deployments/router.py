@@ -29,6 +29,9 @@ from engine.types import Delta, GenerateRequest, ModelInfo, StepReport
 logger = logging.getLogger("ray.serve")
 RECENT_REQUESTS = 64
 RATE_WINDOW_S = 2.0
+CALIBRATE_AFTER_S = (1.0, 30.0)
+"""Idle lanes measure their models this long after a draft was found: the first time the machine may still be starting up."""
+CALIBRATE_EVERY_S = 600.0
 
 
 class LaneCounters:
@@ -120,6 +123,7 @@ class Router:
         decoder = await asyncio.to_thread(_load_decoder, self._config.target.model)
         self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
+        self._calibrations_due_s: list[float] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
@@ -162,6 +166,7 @@ class Router:
                 directory: Directory = await self._controller.report_lane.remote(self._status())
                 self._policy.update_table(directory.table)
                 await self._follow_drafts(directory.drafts)
+                self._calibrate_if_due()
             except Exception as error:
                 logger.warning("the controller cannot be reached, going on with its last answer: %s", type(error).__name__)
             await asyncio.sleep(self._config.controller.report_interval_s)
@@ -172,11 +177,24 @@ class Router:
         self._scheduler.forget_draft()
         if isinstance(self._draft, StreamDraft):
             self._policy.update_draft_cost(self._draft.announced_step_times)
-            if not self._scheduler.has_work:
-                await self._calibrate(self._draft)
+            now_s = time.monotonic()
+            self._calibrations_due_s = [now_s + after_s for after_s in CALIBRATE_AFTER_S]
+
+    def _calibrate_if_due(self) -> None:
+        """Measure both models again when it is time and nobody waits.
+
+        Conditions change: when the models loaded they measured themselves on cores that were busy loading, and a draft that
+        looked too slow once would never be asked again.
+        """
+        now_s = time.monotonic()
+        if not self._calibrations_due_s or now_s < self._calibrations_due_s[0] or self._scheduler.has_work:
+            return
+        if isinstance(self._draft, StreamDraft) and self._draft.available:
+            self._calibrations_due_s = self._calibrations_due_s[1:] or [now_s + CALIBRATE_EVERY_S]
+            self._calibration = asyncio.create_task(self._calibrate(self._draft))
 
     async def _calibrate(self, draft: StreamDraft) -> None:
-        """Measure both models in turn. When they loaded they measured themselves, but on cores that were busy loading."""
+        """Measure both models in turn."""
         try:
             self._policy.update_target_cost(await measure_target(self._target.verify))
         except TargetLost:

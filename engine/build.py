@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoscale.lane_policy import LanePolicy
-from engine.config import OutriderConfig
+from engine.config import OutriderConfig, use_patient_threads
 from engine.drivers import SyncDriver
 from engine.errors import ConfigError, ModelError
 from engine.propose.base import DraftSource
@@ -39,6 +39,7 @@ def preflight(config: OutriderConfig) -> Preflight:
 
     Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that differ, a draft larger than its target.
     """
+    use_patient_threads()
     from engine import models
 
     target = models.load_tokenizer(config.target.model, "target.model")
@@ -56,6 +57,7 @@ def preflight(config: OutriderConfig) -> Preflight:
 
 def build_target(config: OutriderConfig) -> "Target":
     """Load the target and make it ready to verify."""
+    use_patient_threads()
     from engine.verify.target import Target
 
     section = config.target
@@ -66,6 +68,7 @@ def build_target(config: OutriderConfig) -> "Target":
 
 def build_draft_model(config: OutriderConfig) -> "DraftModel":
     """Load the draft that `draft.source` names: the target's int8 copy or a model of its own."""
+    use_patient_threads()
     from engine.propose.draft_model import DraftModel
     from engine.propose.self_speculation import build_self_int8
 

@@ -192,6 +192,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
+def use_patient_threads() -> None:
+    """Let OpenMP threads that wait for each other spin for some ten microseconds only; call before torch is imported.
+
+    By default they spin for milliseconds. That is harmless on cores of one's own; but a spinning thread keeps the one it waits
+    for off its core when there are more busy threads than cores: a step then takes 30 times as long (docs/log.md).
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML keeps the last of two equal keys in silence: half of a section would be lost."""
 

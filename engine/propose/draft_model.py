@@ -72,7 +72,6 @@ class DraftModel:
         self.model = RaggedModel(
             loaded,
             weights="int8" if int8 else "exact",
-            numerics="fast",
             kv_capacity_tokens=kv_capacity_tokens,
             max_context=max_context,
         )

@@ -17,7 +17,6 @@ from engine.verify.linear import MakeLinear, PlainRMSNorm, fused_linear
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type``."""
 
-
 Map = Callable[[Tensor], Tensor]
 
 
@@ -60,9 +59,10 @@ class DenseModel:
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """Whether the model says that it is one of `FAMILIES`, with the activation that all of them have."""
+        """Whether the model says that it is one of `FAMILIES`, with their usual activation and plain weights."""
         config: Any = model.config
-        return config.model_type in FAMILIES and config.hidden_act == "silu"
+        quantised = getattr(config, "quantization_config", None) is not None
+        return config.model_type in FAMILIES and config.hidden_act == "silu" and not quantised
 
     def forward(self, state: AttentionState) -> Tensor:
         """Logits [R, V] of the rows that the batch asks for."""
@@ -87,8 +87,9 @@ class DenseModel:
         heads = layer.qkv(x).view(len(x), -1, self._head_dim)
         rotated = heads[:, :num_rotated]
         if layer.head_norms is not None:
-            for heads_of, norm in zip(rotated.split([self._num_heads, self._num_kv], dim=1), layer.head_norms, strict=True):
-                heads_of.copy_(norm(heads_of))
+            parts = torch.split(rotated, [self._num_heads, self._num_kv], dim=1)
+            for part, norm in zip(parts, layer.head_norms, strict=True):
+                part.copy_(norm(part))
         halves = rotated.view(len(x), num_rotated, 2, -1)
         swapped = halves.flip(2)
         halves.mul_(cos).addcmul_(swapped, sin)

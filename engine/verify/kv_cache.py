@@ -84,13 +84,28 @@ class KVCache:
         return self.layers[call]
 
     def reserve(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` more tokens. Raises `OutOfBlocks` and changes nothing when there is none."""
+        """Make room for ``num_tokens`` more tokens. Raises `OutOfBlocks` and changes nothing when there is none.
+
+        Blocks that change hands are wiped: padding reads them before they are written, and a NaN that the last owner left would
+        not be silenced by weight 0.
+        """
+        num_blocks = len(sequence.blocks)
         self.pool.extend(sequence.blocks, len(sequence.ids) + num_tokens)
+        if len(sequence.blocks) > num_blocks:
+            self._wipe(sequence.blocks[num_blocks:])
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget all but the first ``length`` tokens."""
         del sequence.ids[length:]
         self.pool.truncate(sequence.blocks, length)
+
+    @torch.inference_mode()
+    def _wipe(self, blocks: list[int]) -> None:
+        size = self.pool.block_size
+        for layer in self.layers:
+            for block in blocks:
+                for cached in (layer.keys, layer.values) if layer.both is None else (layer.both,):
+                    cached[:, block * size : (block + 1) * size].zero_()
 
 
 def affordable_blocks(

@@ -136,8 +136,8 @@ class Int8Linear(nn.Module):
 class PlainRMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension.
 
-    torch's RMS norm is one kernel on CUDA and a dozen on CPU, where layer norm is one: the layer norm of (x, -x), whose mean is 0
-    and whose variance is mean(x²), begins with the RMS norm of x.
+    torch's RMS norm is one kernel on CUDA and a dozen on CPU, where layer norm is one: the layer norm of (x, -x), whose mean is
+    0 and whose variance is mean(x²), begins with the RMS norm of x.
     """
 
     def __init__(self, weight: Tensor, eps: float):
@@ -236,7 +236,8 @@ def _plain_rms_norm(module: nn.Module) -> PlainRMSNorm | None:
         return None
     plain = PlainRMSNorm(weight, eps)
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-    return plain if torch.allclose(module(x), plain(x), rtol=2 * torch.finfo(weight.dtype).eps, atol=0) else None
+    tolerance = 4 * torch.finfo(weight.dtype).eps
+    return plain if torch.allclose(module(x), plain(x), rtol=tolerance, atol=tolerance) else None
 
 
 @lru_cache

@@ -1,5 +1,6 @@
 """The target: one ragged forward per round, and a verdict on every draft."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from engine.types import ModelInfo, SequenceContext, Verdict, VerifyItem, Verify
 from engine.verify.attention import Chunk
 from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import CachedSequence
-from engine.verify.ragged import Numerics, RaggedModel
+from engine.verify.ragged import RaggedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,9 +38,11 @@ class Target:
         *,
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
-        numerics: Numerics = "invariant",
     ):
-        self.model = RaggedModel(loaded, numerics=numerics, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
+        self.model = RaggedModel(loaded, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
+        self.row_invariance = self.model.probe_row_invariance()
+        """Whether text is the same to the last bit at any depth, batch and chunking."""
+        logger.info("%s: %s", loaded.name, self.row_invariance.verdict)
         self._info = self.model.info
         self._sequences: dict[str, _Held] = {}
 

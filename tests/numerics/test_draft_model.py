@@ -238,7 +238,7 @@ def test_logits_that_are_not_finite_end_the_draft() -> None:
 def test_the_int8_copy_is_close_to_the_model() -> None:
     """Guards: quantisation that is broken rather than coarse: a scale lost, weights permuted."""
     reference = tiny_model().model
-    draft = build_self_int8(tiny_model(), kv_capacity_tokens=512)
+    draft = build_self_int8(tiny_model(), kv_capacity_tokens=1024)
     assert (draft.name, draft.info.dtype, draft.info.max_context) == ("self-int8", "int8", 128)
     prompts = [random_ids(8) for _ in range(16)]
     items = tuple(item(str(i), 0, prompt, 1) for i, prompt in enumerate(prompts))

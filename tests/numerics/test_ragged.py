@@ -10,7 +10,14 @@ from engine.errors import ModelError
 from engine.models import LoadedModel, choose_dtype
 from engine.types import SamplingParams, SequenceContext, Verdict, VerifyItem, VerifyRequest
 from engine.verify.attention import AttentionSpec, Chunk, MaskFunction, Window
-from engine.verify.attention.cpu import TILE, Size, explicit_attention, plan_groups
+from engine.verify.attention.cpu import (
+    WIDTH_STEP,
+    Size,
+    explicit_attention,
+    fused_attention,
+    plan_groups,
+    without_lone_row,
+)
 from engine.verify.kv_cache import CachedSequence, KVCache, affordable_blocks
 from engine.verify.linear import Int8Linear, PackedLinear, PlainRMSNorm, replace_linears, replace_rms_norms
 from engine.verify.ragged import RaggedModel
@@ -186,8 +193,8 @@ def test_nan_in_one_sequence_stays_there() -> None:
     run(model, (spoilt, random_ids(40)))
     for layer in model.cache.layers:
         for block in spoilt.blocks:
-            layer.keys[:, block * 32 : block * 32 + 32] = torch.nan
-            layer.values[:, block * 32 : block * 32 + 32] = torch.nan
+            layer.keys[:, block * 64 : block * 64 + 64] = torch.nan
+            layer.values[:, block * 64 : block * 64 + 64] = torch.nan
     bad, good = run(model, (spoilt, random_ids(2)), (healthy, text[:3]))
     assert bad.isnan().any()
     assert good.isfinite().all()
@@ -222,12 +229,12 @@ needs_bfloat16 = pytest.mark.skipif(
 
 
 @needs_bfloat16
-@pytest.mark.parametrize(("family", "width"), [("llama", 1152), ("qwen3", 128), ("gemma2", 128)])
-def test_rows_have_the_same_bits_in_any_batch(family: str, width: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("family", "width", "num_kv"), [("llama", 1152, 2), ("qwen3", 128, 4), ("gemma2", 128, 2)])
+def test_rows_have_the_same_bits_in_any_batch(family: str, width: int, num_kv: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards: any kernel whose sums depend on the shape of the batch. Then the text depends on load and speculation depth.
 
-    Tolerance zero. The first model is wider than 1024, where oneDNN sums a lone row in another order, and the context crosses
-    the edge of a tile.
+    Tolerance zero. The first model is wider than 1024, where oneDNN sums a lone row in another order; the second has one query
+    head per key head, so that a lone token is a lone row in attention; the context crosses 1024.
     """
     sizes = {
         "hidden_size": width,
@@ -239,9 +246,10 @@ def test_rows_have_the_same_bits_in_any_batch(family: str, width: int, capsys: p
     loaded = tiny_model(family, torch.bfloat16, **sizes, max_position_embeddings=4096)
     loaded = LoadedModel(**{**vars(loaded), "max_context": 4096})
     model = RaggedModel(loaded, kv_capacity_tokens=8192)
+    probe = model.probe_row_invariance()
     with capsys.disabled():
-        print(f"\n{family}, {model.network}: {model.row_invariance.verdict}")
-    assert model.row_invariance.holds
+        print(f"\n{family}, {model.network}: {probe.verdict}")
+    assert probe.holds
     text = random_ids(1032)
     alone, chunked, mixed = CachedSequence(), CachedSequence(), CachedSequence()
     others = [CachedSequence(), CachedSequence(), CachedSequence()]
@@ -264,28 +272,49 @@ def test_rows_have_the_same_bits_in_any_batch(family: str, width: int, capsys: p
             assert torch.equal(rows, expected[start : start + count])
 
 
+def cancelling_values(count: int) -> Tensor:
+    """bfloat16 [count, 64] whose sum is 0 but for rounding errors, which depend on nothing but the order of summation."""
+    half = torch.randn(count // 2, 64) * torch.exp2(torch.randint(-6, 6, (count // 2, 64)))
+    return torch.cat([half, -half])[torch.randperm(count)].bfloat16()
+
+
+def weigh_equally(values: Tensor, num_rows: int, width: int, *, explicit: bool) -> Tensor:
+    """Attention of ``num_rows`` equal rows to all values, padded to ``width`` keys; the last row of the result."""
+    padded = torch.zeros(1, width, 64, dtype=torch.bfloat16)
+    padded[0, : len(values)] = values
+    query = without_lone_row(torch.zeros(1, num_rows, 64, dtype=torch.bfloat16))
+    mask = torch.zeros(1, query.shape[1], width, dtype=torch.bfloat16)
+    mask[..., len(values) :] = -torch.inf
+    attend = explicit_attention if explicit else fused_attention
+    return attend(query, torch.zeros_like(padded), padded, mask, AttentionSpec(0.125))[0, num_rows - 1]
+
+
 @needs_bfloat16
-def test_tiles_are_what_makes_attention_invariant() -> None:
-    """Negative control of the test above: without tiles the same rows differ, so the comparison can fail.
+@pytest.mark.parametrize(("count", "explicit"), [(60, False), (1000, False), (1500, False), (60, True), (1000, True)])
+def test_attention_sums_in_one_order(count: int, explicit: bool) -> None:
+    """Guards: sums over keys that depend on how many rows and padded keys come along."""
+    values = cancelling_values(count)
+    step = -(-count // WIDTH_STEP) * WIDTH_STEP
+    results = [
+        weigh_equally(values, rows, width, explicit=explicit)
+        for rows in (1, 2, 3, 31, 32, 33, 65, 193, 200, 769)
+        for width in (step, step + WIDTH_STEP, 2048)
+    ]
+    assert results[0].abs().max() > 0
+    assert all(torch.equal(result, results[0]) for result in results)
 
-    Values cancel in pairs, so that nothing but the order of summation is left in the result.
-    """
-    half = 500
-    order = torch.randperm(2 * half)
-    values = torch.randn(half, 64) * torch.exp2(torch.randint(-6, 6, (half, 64)))
-    values = torch.cat([values, -values])[order].bfloat16()
-    query = torch.zeros(1, 3, 64, dtype=torch.bfloat16)  # all scores are 0
 
-    def attend(width: int, tile: int) -> Tensor:
-        padded = torch.zeros(1, width, 64, dtype=torch.bfloat16)
-        padded[0, : 2 * half] = values
-        mask = torch.zeros(1, 3, width, dtype=torch.bfloat16)
-        mask[..., 2 * half :] = -torch.inf
-        tiles = [(padded[:, a : a + tile], padded[:, a : a + tile]) for a in range(0, width, tile)]
-        return explicit_attention(query, tiles, mask, AttentionSpec(0.125))
-
-    assert torch.equal(attend(1024, TILE), attend(3072, TILE))
-    assert not torch.equal(attend(1024, 3072), attend(3072, 3072))
+@needs_bfloat16
+def test_what_makes_attention_invariant_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above: without each of the three measures a result differs, so the comparison can fail."""
+    values = cancelling_values(1000)
+    assert not torch.equal(
+        weigh_equally(values, 2, 1000, explicit=False), weigh_equally(values, 2, 1024, explicit=False)
+    )  # WIDTH_STEP
+    monkeypatch.setattr("engine.verify.attention.cpu.TILE", 4096)
+    assert not torch.equal(weigh_equally(values, 2, 1024, explicit=True), weigh_equally(values, 2, 2048, explicit=True))
+    monkeypatch.setattr(f"{__name__}.without_lone_row", lambda rows: rows)
+    assert not torch.equal(weigh_equally(values, 33, 1024, explicit=False), weigh_equally(values, 34, 1024, explicit=False))
 
 
 @needs_bfloat16
@@ -294,7 +323,7 @@ def test_the_probe_sees_a_forward_that_is_not_invariant(monkeypatch: pytest.Monk
     monkeypatch.setattr("engine.verify.linear._lone_row_differs", lambda *args: False)
     sizes = {"hidden_size": 1152, "intermediate_size": 4352, "head_dim": 64}
     loaded = tiny_model("llama", torch.bfloat16, **sizes)
-    verdict = RaggedModel(loaded, kv_capacity_tokens=512).row_invariance
+    verdict = RaggedModel(loaded, kv_capacity_tokens=512).probe_row_invariance()
     assert not verdict.holds
     assert "logits differ" in verdict.verdict
 
@@ -304,7 +333,7 @@ def test_the_probe_sees_a_forward_that_is_not_invariant(monkeypatch: pytest.Monk
 
 def tiny_target(**changes: Any) -> Target:
     loaded = tiny_model()
-    return Target(LoadedModel(**{**vars(loaded), **changes}), kv_capacity_tokens=512)
+    return Target(LoadedModel(**{**vars(loaded), **changes}), kv_capacity_tokens=1024)
 
 
 def context(num_prompt: int, **params: Any) -> SequenceContext:
@@ -364,11 +393,13 @@ def test_an_item_that_cannot_be_served_leaves_the_others_alone() -> None:
         opening("draft", [5], draft=(6,), sample=False),
         opening("long", random_ids(257)),
         opening("full", random_ids(250), draft=tuple(random_ids(6))),
-        opening("too much", random_ids(250)),
+        opening("fuller", random_ids(256)),
+        opening("fullest", random_ids(256)),
+        opening("too much", random_ids(200)),
         opening("b", prompt),
     )
-    assert [a.tokens for a in (answers[0], answers[-1])] == [tuple(expected)] * 2
-    assert {a.sequence_id: a.error for a in answers if a.error} == {
+    assert [answer.tokens for answer in (answers[0], answers[-1])] == [tuple(expected)] * 2
+    assert {answer.sequence_id: answer.error for answer in answers if answer.error} == {
         "id": "token ids lie between 0 and 96, got 97",
         "negative": "token ids lie between 0 and 96, got -1",
         "empty": "no tokens to process",
@@ -429,9 +460,9 @@ def test_released_sequences_give_their_blocks_back() -> None:
     """Guards: blocks that leak when a sequence ends, until no request can be admitted."""
     target = tiny_target()
     for i in range(20):
-        (verdict,) = verify(target, opening(str(i), random_ids(200)), release=(str(i - 1), "never seen"))
+        (verdict,) = verify(target, opening(str(i), random_ids(256)), release=(str(i - 4), "never seen"))
         assert verdict.error is None
-    assert target.info.kv_capacity_tokens == 512
+    assert target.info.kv_capacity_tokens == 1024
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------------
@@ -499,6 +530,12 @@ def test_replaced_weights_are_freed_and_shared_inputs_fused() -> None:
     results = [getattr(layer.self_attn, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
     for result, plain in zip(results, expected, strict=True):
         assert (result - plain).norm() < 0.02 * plain.norm()
+    loaded = tiny_model("llama")
+    layer = loaded.model.model.layers[0]
+    old = [weakref.ref(layer.self_attn.q_proj.weight), weakref.ref(layer.mlp.down_proj.weight)]
+    del layer
+    RaggedModel(loaded, kv_capacity_tokens=256)
+    assert [reference() for reference in old] == [None, None]
 
 
 @pytest.mark.parametrize(("family", "replaced"), [("llama", True), ("gemma2", False)])

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +12,14 @@ from helpers import wait_until
 from test_lossless import drafted, wait_for_draft
 
 PROMPT = "Once upon a time, in a small village by the sea, there lived"
-LENGTH = 160
+LENGTH = 100
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., App]) -> Iterator[App]:
+def app(deploy_app: Callable[..., App]) -> App:
     app = deploy_app(speculation={"depth": 3, "max_depth": 4})
     wait_for_draft(app)
-    yield app
+    return app
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The promise, on the real default pair through real Ray and HTTP: the draft changes the speed and nothing else."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +19,11 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., App]) -> Iterator[App]:
+def app(deploy_app: Callable[..., App]) -> App:
     """Default pair with the depth fixed, so that each request's own bound is the depth it gets."""
     app = deploy_app(speculation={"depth": 8, "max_depth": 8})
     wait_for_draft(app)
-    yield app
+    return app
 
 
 def wait_for_draft(app: App) -> None:
@@ -78,8 +78,8 @@ def test_a_python_handle_says_the_same(app: App) -> None:
     from ray import serve
 
     handle = serve.get_app_handle("outrider")
-    whole = handle.complete.remote(PROMPTS[0], temperature=0, max_tokens=32).result(timeout_s=60)
-    pieces = list(handle.options(stream=True).generate.remote(PROMPTS[0], temperature=0, max_tokens=32))
+    whole = handle.complete.remote(PROMPTS[0], temperature=0, max_tokens=20).result(timeout_s=60)
+    pieces = list(handle.options(stream=True).generate.remote(PROMPTS[0], temperature=0, max_tokens=20))
     expected = app.complete(PROMPTS[0])
     assert whole["text"] == "".join(piece["text"] for piece in pieces) == expected["choices"][0]["text"]
     assert whole["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
@@ -97,10 +97,10 @@ def test_draft_and_target_run_in_different_processes(app: App) -> None:
 
 
 def test_seeded_sampling_does_not_depend_on_draft_or_depth(app: App, deploy_app: Callable[..., App], tmp_path: Path) -> None:
-    """Guards the coupled rule: target, prompt and seed alone decide, whoever drafts and however deep. Replaces the application."""
+    """Guards the coupled rule: target, prompt and seed alone decide, however deep whoever drafts. Replaces the application."""
     texts = {prompt: app.text(prompt, **SAMPLED, speculation={"max_depth": 0}) for prompt in PROMPTS}
     assert app.text(PROMPTS[0], **{**SAMPLED, "seed": 99}) != texts[PROMPTS[0]], "the seed has no effect"
-    for depth in (1, 3, 8):
+    for depth in (1, 4):
         for prompt in PROMPTS:
             assert app.text(prompt, **SAMPLED, speculation={"max_depth": depth}) == texts[prompt], f"self-int8, K={depth}"
 

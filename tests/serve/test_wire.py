@@ -23,6 +23,7 @@ class Echo:
         self.gate = asyncio.Event()
         self.gate.set()
         self.seen: list[int] = []
+        self.waiting = asyncio.Event()
 
     async def verify(self, body: bytes) -> VerifyReply:
         request = decode(body, VerifyRequest)
@@ -30,6 +31,7 @@ class Echo:
         if request.round_id < 0:
             raise RuntimeError("the model broke")
         if request.round_id >= 1000:
+            self.waiting.set()
             await self.gate.wait()
         return VerifyReply(round_id=request.round_id, verdicts=())
 
@@ -102,8 +104,7 @@ async def test_a_server_that_dies_fails_the_calls_in_flight_and_a_new_one_is_fou
     client = WireClient(await first.start("127.0.0.1"), SECRET)
     echo.gate.clear()
     waiting = asyncio.create_task(ask(client, 1000))
-    while 1000 not in echo.seen:
-        await asyncio.sleep(0)
+    await echo.waiting.wait()
     await first.stop()
     with pytest.raises(WireError):
         await waiting

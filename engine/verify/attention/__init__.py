@@ -95,8 +95,8 @@ class Backend(Protocol):
         """Attention of query [T, Hq, D] over the cached K and V, new tokens included: heads side by side, [T, Hq * Dv]."""
 
 
-MakeBackend = Callable[[Sequence[Chunk], int, torch.device, str], Backend]
-"""(chunks, block size, device, numerics) -> their attention. The blocks must already hold the new tokens."""
+MakeBackend = Callable[[Sequence[Chunk], int, torch.device], Backend]
+"""(chunks, block size, device) -> their attention. The blocks must already have room for the new tokens."""
 
 
 @dataclass(slots=True)

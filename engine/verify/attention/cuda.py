@@ -13,18 +13,14 @@ from engine.verify.kv_cache import LayerCache
 BLOCK_SIZE = 256
 """Tokens per block: the kernel's pages are a multiple of this."""
 MAX_HEAD_DIM = 256
-SPLITS = {"invariant": 1, "fast": None}
-"""Per `numerics`: 1 adds up each row's keys in one order, whatever the batch; None lets the kernel choose."""
 
 
 class VarlenAttention:
     """Attention of one batch. Calls that the kernel has no form for (caps, sinks, odd masks) go to `PaddedAttention`."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, numerics: str):
-        """``numerics``: a key of `SPLITS`."""
-        self._num_splits = SPLITS[numerics]
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device):
         self._block_size = block_size
-        self._padded = PaddedAttention(chunks, block_size, device, numerics)
+        self._padded = PaddedAttention(chunks, block_size, device)
         self.order = self._padded.order
         ordered = [chunks[i] for i in self.order]
         counts = [len(chunk.ids) for chunk in ordered]
@@ -54,7 +50,7 @@ class VarlenAttention:
             enable_gqa=query.shape[1] != layer.num_heads,
             seqused_k=self._lengths,
             block_table=self._tables,
-            num_splits=self._num_splits,
+            num_splits=1,  # each row's keys are added up in one order, whatever the batch
         )
         assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
         return out.flatten(1)

@@ -97,8 +97,10 @@ def _fetch(parsed: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    from engine.fetch import fetch
+    from engine.fetch import ALIASES, fetch
 
+    if parsed.alias not in ALIASES:
+        raise ConfigError(f"unknown model '{parsed.alias}'; `outrider fetch` knows: {', '.join(ALIASES)}")
     with Progress(
         "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
     ) as progress:

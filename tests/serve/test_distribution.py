@@ -1,15 +1,19 @@
 """Chi-square of what comes out of the whole system against the target's own probabilities."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from typing import Any
 
 import pytest
-import torch
 from conftest import App
 from scipy.stats import chisquare
 from test_lossless import wait_for_draft
+
+from engine.models import load_tokenizer
+from engine.types import SamplingParams, SequenceContext, VerifyItem, VerifyRequest
 
 PROMPT = "My favourite animal is the"
 TOP_K = 3
@@ -28,28 +32,39 @@ def app(deploy_app: Callable[..., App]) -> App:
 
 @pytest.fixture(scope="module")
 def expected(app: App) -> dict[tuple[int, ...], float]:
-    """Exact probability of every continuation of three tokens at T=1, top-k 3, from the target's plain forward."""
-    from engine.models import load_model
+    """Exact probability of every continuation of three tokens at T=1, top-k 3, from the target alone, in this process.
 
-    loaded = load_model(app.config.target.model, dtype=app.config.target.dtype)
-    prompt = loaded.tokenizer.encode(PROMPT)
+    Computed one token at a time and without any draft; the same engine, because a third place that another rounding gives to
+    another token would be a difference of the reference, not of the rule.
+    """
+    from engine.build import build_target
+
+    target = build_target(app.config)
+    prompt = tuple(load_tokenizer(app.config.target.model).tokenizer.encode(PROMPT))
     probabilities: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
         extended: dict[tuple[int, ...], float] = {}
         for tokens, mass in probabilities.items():
-            with torch.inference_mode():
-                logits = loaded.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].float()
-            values, ids = logits.topk(TOP_K)
-            for token, p in zip(ids.tolist(), torch.softmax(values, 0).tolist(), strict=True):
-                extended[*tokens, token] = mass * p
+            top = most_likely(target, (*prompt, *tokens))
+            total = sum(math.exp(logprob) for _, logprob in top)
+            for token, logprob in top:
+                extended[*tokens, token] = mass * math.exp(logprob) / total
         probabilities = extended
     return probabilities
 
 
+def most_likely(target: Any, ids: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    """The first three (token, logprob) after ``ids``."""
+    params = SamplingParams(temperature=0.0, logprobs=TOP_K)
+    context = SequenceContext(params=params, prompt_length=len(ids))
+    item = VerifyItem(sequence_id="reference", base_length=0, tokens=ids, context=context)
+    (verdict,) = target.verify(VerifyRequest(round_id=0, items=(item,), release=("reference",))).verdicts
+    top: tuple[tuple[int, float], ...] = verdict.logprobs[0].top
+    return top
+
+
 def sample(app: App, expected: dict[tuple[int, ...], float], **params: object) -> Counter[tuple[int, ...]]:
     """Token triples of many seeded requests, through HTTP. The tokens are read from the logprobs' text."""
-    from engine.models import load_tokenizer
-
     tokenizer = load_tokenizer(app.config.target.model).tokenizer
     names = {tuple(tokenizer.decode([token]) for token in tokens): tokens for tokens in expected}
     assert len(names) == len(expected)

@@ -15,7 +15,7 @@ MANY = 24
 
 @pytest.fixture(scope="module")
 def app(deploy_app: Callable[..., App]) -> App:
-    app = deploy_app(speculation={"max_depth": 4})
+    app = deploy_app(draft={"source": "ngram"}, speculation={"max_depth": 4})
     wait_for_draft(app)
     return app
 

@@ -108,7 +108,7 @@ def test_seeded_sampling_does_not_depend_on_draft_or_depth(app: App, deploy_app:
     random = deploy_app(draft={"source": "model", "model": str(draft)}, speculation={"depth": 8, "max_depth": 8})
     wait_for_draft(random)
     for depth in (1, 8):
-        for prompt in PROMPTS:
+        for prompt in PROMPTS[:2]:
             result = random.complete(prompt, **SAMPLED, speculation={"max_depth": depth})
             assert result["choices"][0]["text"] == texts[prompt], f"random draft, K={depth}"
             assert drafted(result) > 0

@@ -30,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 RECENT_REQUESTS = 64
 RATE_WINDOW_S = 2.0
 CALIBRATE_AFTER_S = (1.0, 30.0)
-"""Idle lanes measure their models this long after a draft was found: the first time the machine may still be starting up."""
+"""Idle lanes measure their models this long after they started or found a draft: at first the machine is still busy loading."""
 CALIBRATE_EVERY_S = 600.0
 
 
@@ -123,7 +123,7 @@ class Router:
         decoder = await asyncio.to_thread(_load_decoder, self._config.target.model)
         self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
-        self._calibrations_due_s: list[float] = []
+        self._calibrations_due_s = _calibration_times()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
@@ -177,29 +177,28 @@ class Router:
         self._scheduler.forget_draft()
         if isinstance(self._draft, StreamDraft):
             self._policy.update_draft_cost(self._draft.announced_step_times)
-            now_s = time.monotonic()
-            self._calibrations_due_s = [now_s + after_s for after_s in CALIBRATE_AFTER_S]
+            self._calibrations_due_s = _calibration_times()
 
     def _calibrate_if_due(self) -> None:
-        """Measure both models again when it is time and nobody waits.
+        """Measure the models again when it is time and nobody waits.
 
         Conditions change: when the models loaded they measured themselves on cores that were busy loading, and a draft that
         looked too slow once would never be asked again.
         """
         now_s = time.monotonic()
-        if not self._calibrations_due_s or now_s < self._calibrations_due_s[0] or self._scheduler.has_work:
+        if now_s < self._calibrations_due_s[0] or self._scheduler.has_work:
             return
-        if isinstance(self._draft, StreamDraft) and self._draft.available:
-            self._calibrations_due_s = self._calibrations_due_s[1:] or [now_s + CALIBRATE_EVERY_S]
-            self._calibration = asyncio.create_task(self._calibrate(self._draft))
+        self._calibrations_due_s = self._calibrations_due_s[1:] or [now_s + CALIBRATE_EVERY_S]
+        self._calibration = asyncio.create_task(self._calibrate())
 
-    async def _calibrate(self, draft: StreamDraft) -> None:
-        """Measure both models in turn."""
+    async def _calibrate(self) -> None:
+        """Measure the models in turn."""
         try:
             self._policy.update_target_cost(await measure_target(self._target.verify))
         except TargetLost:
             self._scheduler.forget_target()
-        self._policy.update_draft_cost(await draft.measure())
+        if isinstance(self._draft, StreamDraft) and self._draft.available:
+            self._policy.update_draft_cost(await self._draft.measure())
 
     def _status(self) -> LaneStatus:
         now_s = time.monotonic()
@@ -230,6 +229,11 @@ class Router:
             draft_state=self._draft.state,
             explanation=self._policy.explain(),
         )
+
+
+def _calibration_times() -> list[float]:
+    now_s = time.monotonic()
+    return [now_s + after_s for after_s in CALIBRATE_AFTER_S]
 
 
 def _start_target(config: OutriderConfig, secret: str) -> Any:

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from typing import Any
 
 import pytest
@@ -54,13 +53,13 @@ def expected(app: App) -> dict[tuple[int, ...], float]:
 
 
 def most_likely(target: Any, ids: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-    """The first three (token, logprob) after ``ids``."""
-    params = SamplingParams(temperature=0.0, logprobs=TOP_K)
+    """(token, logprob) of what top-k 3 keeps after ``ids``: ties with the third are kept too, and bfloat16 has many."""
+    params = SamplingParams(temperature=0.0, logprobs=20)
     context = SequenceContext(params=params, prompt_length=len(ids))
     item = VerifyItem(sequence_id="reference", base_length=0, tokens=ids, context=context)
     (verdict,) = target.verify(VerifyRequest(round_id=0, items=(item,), release=("reference",))).verdicts
     top: tuple[tuple[int, float], ...] = verdict.logprobs[0].top
-    return top
+    return tuple(pair for pair in top if pair[1] >= top[TOP_K - 1][1])
 
 
 def sample(app: App, expected: dict[tuple[int, ...], float], **params: object) -> Counter[tuple[int, ...]]:
@@ -98,7 +97,7 @@ def test_samples_have_the_targets_distribution(app: App, expected: dict[tuple[in
     """Guards against a draft's distribution showing through anywhere between noise, wire, acceptance and bonus token."""
     counts = sample(app, expected, speculation={"max_depth": 2, "rule": rule})
     value = p_value(counts, expected)
-    print(f"{rule}: p = {value:.3g} over {len(list(product(range(TOP_K), repeat=NUM_TOKENS)))} triples")
+    print(f"{rule}: p = {value:.3g} over {len(expected)} triples")
     assert value > FALSE_ALARM
 
 

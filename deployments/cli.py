@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-DEMO_PROMPT = "Rewrite this list in alphabetical order, one fruit per line: pear, apple, mango, banana, cherry, grape."
+DEMO_PROMPT = "Write a Python function that returns the sum of a list of numbers, with a docstring and an example."
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:

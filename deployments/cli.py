@@ -119,7 +119,8 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _demo(parsed: argparse.Namespace) -> int:
     from deployments.launch import run_demo
 
-    return run_demo(read_config(parsed.config, parsed.settings), parsed.prompt)
+    # The depth is fixed, so that there is something to see in the first seconds, before the models have been measured.
+    return run_demo(read_config(parsed.config, ["speculation.depth=3", *parsed.settings]), parsed.prompt)
 
 
 def _generate(parsed: argparse.Namespace) -> int:

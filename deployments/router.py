@@ -180,21 +180,23 @@ class Router:
             self._calibrations_due_s = _calibration_times()
 
     def _calibrate_if_due(self) -> None:
-        """Measure the models again when it is time and nobody waits.
+        """Measure the models again when it is time: the target while nobody waits, the draft while nobody uses it.
 
         Conditions change: when the models loaded they measured themselves on cores that were busy loading, and a draft that
         looked too slow once would never be asked again.
         """
         now_s = time.monotonic()
-        if now_s < self._calibrations_due_s[0] or self._scheduler.has_work:
+        busy = self._scheduler.has_work
+        if now_s < self._calibrations_due_s[0] or (busy and self._counters.mean_depth(now_s) > 0):
             return
         self._calibrations_due_s = self._calibrations_due_s[1:] or [now_s + CALIBRATE_EVERY_S]
-        self._calibration = asyncio.create_task(self._calibrate())
+        self._calibration = asyncio.create_task(self._calibrate(with_target=not busy))
 
-    async def _calibrate(self) -> None:
+    async def _calibrate(self, with_target: bool) -> None:
         """Measure the models in turn."""
         try:
-            self._policy.update_target_cost(await measure_target(self._target.verify))
+            if with_target:
+                self._policy.update_target_cost(await measure_target(self._target.verify))
         except TargetLost:
             self._scheduler.forget_target()
         if isinstance(self._draft, StreamDraft) and self._draft.available:

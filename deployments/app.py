@@ -44,7 +44,7 @@ def build_app(args: OutriderConfig) -> serve.Application:
     config = args.model_dump()
     # Guards the streams between the application's own processes; a new one for every deployment of the application.
     secret = secrets.token_hex(16)
-    controller = _bind(Controller, _small(max_ongoing_requests=1000), config)
+    controller = _bind(Controller, _small(max_ongoing_requests=1000, logging_config={"enable_access_log": False}), config)
     router = _bind(Router, _router_options(args), config, secret, controller)
     drafts = []
     if draft_is_a_model(args) and args.drafts.replicas > 0 and args.speculation.max_depth > 0:

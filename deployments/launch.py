@@ -43,8 +43,8 @@ def serve_until_stopped(config: OutriderConfig, address: str | None) -> int:
     with running(config, address):
         url = f"http://{config.api.host}:{config.api.port}"
         console.print(f"[green]ready[/green]  {config.served_model_name} at {url}/v1   (stop with Ctrl-C)")
-        console.print(f"try:   curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
-        console.print('         -d \'{"messages": [{"role": "user", "content": "Hello"}]}\'')
+        body = json.dumps({"model": config.served_model_name, "messages": [{"role": "user", "content": "Hello"}]})
+        console.print(f"try:   curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False)
         stop.wait()
         console.print("stopping")
     return 0

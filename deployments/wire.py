@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -128,7 +127,6 @@ class WireClient:
         self._reader: asyncio.Task[None] | None = None
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count(1)
-        self.last_round_trip_s = 0.0
 
     async def call(self, kind: str, message: msgspec.Struct, answer: type[T], timeout_s: float) -> T:
         """Send ``message`` and wait for an answer; raises `WireError`, also when ``timeout_s`` has passed.
@@ -136,7 +134,6 @@ class WireClient:
         An answer that comes after its time is dropped when it arrives.
         """
         call_id = next(self._numbers)
-        started_s = time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 body = await self._exchange(call_id, _write(call_id, kind, message))
@@ -144,7 +141,6 @@ class WireClient:
             raise WireError(f"no answer from {self.address} within {timeout_s:g} s") from None
         finally:
             self._pending.pop(call_id, None)
-        self.last_round_trip_s = time.perf_counter() - started_s
         return decode(body, answer)
 
     async def close(self) -> None:

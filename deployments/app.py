@@ -39,7 +39,7 @@ LONGEST_STREAM_S = 600.0
 
 def build_app(args: OutriderConfig) -> serve.Application:
     """Bind Api → Router (→ TargetActor) and Draft to a Controller; checks the configuration before anything is started."""
-    checked = preflight(args)
+    tokenizer = preflight(args)
     _read_keys(args.api.keys_file)
     config = args.model_dump()
     # Guards the streams between the application's own processes; a new one for every deployment of the application.
@@ -53,7 +53,7 @@ def build_app(args: OutriderConfig) -> serve.Application:
             "max_ongoing_requests": 1000,
             "ray_actor_options": {"num_cpus": args.drafts.num_cpus, "num_gpus": args.drafts.num_gpus},
         }
-        drafts.append(_bind(Draft, options, config, secret, checked.target.fingerprint, controller))
+        drafts.append(_bind(Draft, options, config, secret, tokenizer.fingerprint, controller))
     api_options = _small(
         num_replicas=args.api.replicas, max_ongoing_requests=10_000, graceful_shutdown_timeout_s=LONGEST_STREAM_S
     )

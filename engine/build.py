@@ -5,7 +5,6 @@ Importing this module is cheap; torch and transformers are imported by the funct
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoscale.lane_policy import LanePolicy
@@ -26,17 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """What is known before any weights are loaded."""
-
-    target: "LoadedTokenizer"
-    max_context: int
-
-
-def preflight(config: OutriderConfig) -> Preflight:
+def preflight(config: OutriderConfig) -> "LoadedTokenizer":
     """Check everything that can be checked without weights: a mistake is one line at start then, not an actor that fails.
 
+    Returns the target's tokenizer.
     Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that differ, a draft larger than its target.
     """
     use_patient_threads()
@@ -52,7 +44,7 @@ def preflight(config: OutriderConfig) -> Preflight:
         draft = models.load_tokenizer(config.draft.model, "draft.model")
         models.check_same_vocabulary(target.vocabulary, draft.vocabulary)
         models.check_draft_is_smaller(_num_parameters(target), _num_parameters(draft))
-    return Preflight(target, config.target.max_context or target.max_context)
+    return target
 
 
 def build_target(config: OutriderConfig) -> "Target":
@@ -189,7 +181,5 @@ class LocalEngine:
 
 def build_local_engine(config: OutriderConfig) -> LocalEngine:
     """Everything that the configuration names, in this process."""
-    from engine.models import load_tokenizer
-
-    preflight(config)
-    return LocalEngine(build_target(config), build_source(config), load_tokenizer(config.target.model), config)
+    tokenizer = preflight(config)
+    return LocalEngine(build_target(config), build_source(config), tokenizer, config)

@@ -55,7 +55,9 @@ def build_target(config: OutriderConfig) -> "Target":
     section = config.target
     _use_threads(section.num_threads)
     loaded = _load(section.model, section.dtype, section.device, "target.model")
-    return Target(loaded, kv_capacity_tokens=section.kv_cache_tokens, max_context=section.max_context)
+    return Target(
+        loaded, numerics=section.numerics, kv_capacity_tokens=section.kv_cache_tokens, max_context=section.max_context
+    )
 
 
 def build_draft_model(config: OutriderConfig) -> "DraftModel":
@@ -68,12 +70,14 @@ def build_draft_model(config: OutriderConfig) -> "DraftModel":
     _use_threads(section.num_threads)
     if section.source == "self-int8":
         loaded = _load(config.target.model, config.target.dtype, section.device, "target.model")
-        return build_self_int8(loaded, kv_capacity_tokens=section.kv_cache_tokens, max_context=config.target.max_context)
+        return build_self_int8(
+            loaded, top_n=section.top_n, kv_capacity_tokens=section.kv_cache_tokens, max_context=config.target.max_context
+        )
     if section.model is None:
         raise ConfigError(f"draft.source '{section.source}' needs no draft model")
     dtype = "auto" if section.dtype == "int8" else section.dtype
     loaded = _load(section.model, dtype, section.device, "draft.model")
-    return DraftModel(loaded, kv_capacity_tokens=section.kv_cache_tokens, int8=section.dtype == "int8")
+    return DraftModel(loaded, kv_capacity_tokens=section.kv_cache_tokens, int8=section.dtype == "int8", top_n=section.top_n)
 
 
 def draft_is_a_model(config: OutriderConfig) -> bool:

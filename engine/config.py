@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.errors import ConfigError
+from engine.types import SamplingRule
 
 DEFAULT_MODEL = "smollm2"
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -33,6 +34,11 @@ class TargetConfig(_Section):
         0.5, ge=0, description="CPUs that Ray reserves for each target (a promise to the scheduler, no limit)"
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
+    numerics: Literal["invariant", "fast"] = Field(
+        "invariant",
+        description="invariant: kernels by which a row's logits never depend on its batch, where the device has them; "
+        "fast: the fastest kernels",
+    )
     max_context: int | None = Field(
         None, ge=16, description="longest prompt + output in tokens; default: the model's own limit"
     )
@@ -51,6 +57,12 @@ class DraftConfig(_Section):
     device: str = Field("auto", description="as target.device")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
     kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
+    top_n: int = Field(
+        64,
+        ge=1,
+        description="under the rules rejection and block a draft draws from its top_n likeliest tokens only, and sends them "
+        "with their probabilities; exact for any number",
+    )
     timeout_s: float = Field(0.5, gt=0, description="a round that waits longer for its drafts goes on without them")
 
     @model_validator(mode="after")
@@ -92,7 +104,7 @@ class DraftsConfig(_Section):
 class SpeculationConfig(_Section):
     """How drafts are decided on."""
 
-    rule: Literal["coupled", "rejection"] = Field(
+    rule: SamplingRule = Field(
         "coupled", description="acceptance rule for sampling; temperature 0 is always greedy"
     )
     max_depth: int = Field(8, ge=0, le=64, description="most draft tokens per request and round; 0 switches speculation off")

@@ -5,6 +5,7 @@ of SplitMix64 (Steele, Lea, Flood 2014, constants of Stafford's variant 13) in i
 """
 
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,6 +46,84 @@ def uniform(keys: Tensor, ids: Tensor) -> Tensor:
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise ``-log(-log u)``, float64 [R, n]; shapes as in `uniform`."""
     return uniform(keys, ids).log_().neg_().log_().neg_()
+
+
+def gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
+    """``argmax_v(logits[r, v] + gumbel(keys[r], v))``: a draw from softmax(logits) per row.
+
+    logits [R, V], keys int64 [R] -> int64 [R]. The logits may lack any constant per row and may be -inf; each row needs a
+    finite maximum.
+    """
+    if logits.device.type != "cpu":
+        return (gumbel(keys, torch.arange(logits.shape[1], device=logits.device)) + logits).argmax(dim=-1)
+    rows = max(1, _BLOCK_ELEMENTS // logits.shape[1])
+    parts = zip(torch.split(logits, rows), torch.split(keys, rows), strict=True)
+    return torch.cat([_pruned_argmax(*part) for part in parts]) if len(logits) else keys
+
+
+def argmax_among(scores: Tensor, ids: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Per row the id with the highest of its scores, the lowest id on ties: flat scores, ids, rows [M] -> int64 [num_rows].
+
+    A row without any score gets -1.
+    """
+    best = scores.new_full((num_rows,), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
+    none = torch.iinfo(torch.int64).max
+    winners = ids.new_full((num_rows,), none)
+    winners.scatter_reduce_(0, rows, torch.where(scores == best[rows], ids, none), "amin")
+    return torch.where(winners == none, -1, winners)
+
+
+_BLOCK_ELEMENTS = 1 << 20
+"""Rows times vocabulary that are hashed in one go: the integers stay in the processor's cache (3 ns against 22 ns each)."""
+_WINDOW = 6.0
+"""Tokens whose logit lies at most this far below the row's largest are all looked at closely, others if their noise is rare."""
+
+
+def _pruned_argmax(logits: Tensor, keys: Tensor) -> Tensor:
+    """The same, with logarithms only for tokens that can win: twice as many would cost more than all the rest.
+
+    The winner scores at least m + G(m's token), m being the row's largest logit. A token more than `_WINDOW` below m can reach
+    that only with noise above `_WINDOW` + G(m's token), which is a bound on its random bits.
+    """
+    largest, at = logits.max(dim=-1)
+    bound = gumbel(keys, at[:, None]).squeeze(1) + _WINDOW
+    candidates = _bits_at_least(_raw_bits(keys, logits.shape[1]), bound)
+    candidates.logical_or_(logits >= (largest - _WINDOW)[:, None])
+    rows, ids = candidates.nonzero().unbind(dim=1)
+    if len(ids) * 8 > candidates.numel():  # a flat distribution
+        return (gumbel(keys, _all_ids(logits.shape[1])) + logits).argmax(dim=-1)
+    scores = gumbel(keys[rows], ids[:, None]).squeeze(1) + logits[rows, ids]
+    return argmax_among(scores, ids, rows, len(logits))
+
+
+def _raw_bits(keys: Tensor, num_ids: int) -> Tensor:
+    """The hash of `uniform` without its last step, which leaves the upper 31 bits alone: int64 [R, num_ids]."""
+    bits = keys[:, None] + _steps(num_ids)
+    spare = torch.empty_like(bits)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        torch.bitwise_right_shift(bits, shift, out=spare)
+        bits.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    return bits
+
+
+def _bits_at_least(bits: Tensor, bound: Tensor) -> Tensor:
+    """Which raw bits [R, V] may belong to Gumbel noise of at least ``bound`` float64 [R] > 0.5; a few more are let through.
+
+    1 - u = 1 - exp(-exp(-bound)) is the share of the 2^64 hashes above; as signed integers those are the ones just below 0.
+    """
+    share = -torch.expm1(-torch.exp(-bound))
+    lowest = -(share * 2.0**64).to(torch.int64) - (1 << 34)
+    return (bits >= lowest[:, None]).logical_and_(bits < 0)
+
+
+@lru_cache(maxsize=4)
+def _all_ids(num_ids: int) -> Tensor:
+    return torch.arange(num_ids)
+
+
+@lru_cache(maxsize=4)
+def _steps(num_ids: int) -> Tensor:
+    return (_all_ids(num_ids) + 1) * _GOLDEN
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -1,53 +1,26 @@
-"""From logits to tokens: processing, drawing and accepting for a ragged batch, every request with its own parameters.
+"""From logits to tokens: drawing and accepting for a ragged batch, every request with its own parameters and rule.
 
-Draft and target use the same code, so p and q are both the distributions *after* penalties, bias, temperature and filters.
-Order: repetition, presence, frequency penalty, logit bias, min_tokens, temperature, top-k, top-p (of what top-k left), min-p.
+Draft and target use the same code, so p and q are both the distributions *after* everything in `engine.processing`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine import noise
-from engine.accept import DraftProbs, Drafts, Verdicts, coupled, greedy, rejection
-from engine.accept.coupled import draw
+from engine.accept import DraftProbs, Drafts, TargetProbs, Verdicts, block, coupled, greedy, rejection
 from engine.noise import Stream
-from engine.types import SamplingParams, SparseProbs, TokenLogprob
+from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, tempered
+from engine.types import SparseProbs, TokenLogprob
 
-CANDIDATES = 1024
-"""Most likely tokens looked at first when a filter is on; rows whose filter reaches further are sorted in full."""
+__all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "propose_tokens", "token_logprobs"]
+
 DRAFT_PROBS = 64
 """A draft that must report q draws from its most likely tokens, cut here and renormalised: that is then its q, exactly."""
-DRAFT_CANDIDATES = 512
-"""A coupled draft looks for the best noisy score among its most likely tokens only: a miss costs acceptance, not text."""
-
-
-@dataclass(slots=True)
-class SampledSequence:
-    """One sequence's consecutive rows of a [R, V] logits tensor: len(draft) + 1 of them.
-
-    Row j predicts the token at position len(ids) - len(draft) + j of the sequence.
-    """
-
-    params: SamplingParams
-    prompt_length: int
-    ids: list[int]
-    """Committed and drafted tokens."""
-    draft: tuple[int, ...] = ()
-    draft_probs: tuple[SparseProbs, ...] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the logits that belong to this sequence."""
-        return len(self.draft) + 1
-
-    @property
-    def first_position(self) -> int:
-        """Position of the token that the first row predicts."""
-        return len(self.ids) - len(self.draft)
 
 
 @dataclass(slots=True)
@@ -66,33 +39,47 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     A sequence fails when a row that it needs has no token to draw; rows after a refused draft token cannot make it fail.
     """
     decisions: list[Decision | None] = [None] * len(sequences)
-    first_rows = _first_rows(sequences)
+    starts = first_rows(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        raw = _rows_of(logits, [(first_rows[i], sequences[i].num_rows) for i in members]).float()
-        processed = _penalised(raw, chosen, eos_token_ids)
-        verdicts = _DECIDE[rule](processed, chosen, _drafts(chosen, logits.device))
-        for i, decision in zip(members, _to_decisions(verdicts, raw, _usable(raw, processed), chosen), strict=True):
+        raw = _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]).float()
+        processed, usable = _processed(raw, chosen, eos_token_ids)
+        verdicts = _DECIDE[rule](processed, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
+        for i, decision in zip(members, _to_decisions(verdicts, raw, usable, chosen), strict=True):
             decisions[i] = decision
     return [decision for decision in decisions if decision is not None]
 
 
 def propose_tokens(
-    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]
+    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...], num_probs: int = DRAFT_PROBS
 ) -> list[tuple[int, SparseProbs | None, bool]]:
     """Draw one draft token per row of logits [N, V]: (token, its q where the rule needs it, True).
 
-    A row without a token to draw gives (-1, None, False).
+    ``num_probs``: a draft that must report q draws from this many tokens at most. A row without a token to draw gives
+    (-1, None, False).
     """
     results: list[tuple[int, SparseProbs | None, bool]] = [(-1, None, False)] * len(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
         raw = _rows_of(logits, [(i, 1) for i in members]).float()
-        processed = _penalised(raw, chosen, eos_token_ids)
-        drawn = zip(members, _usable(raw, processed), _PROPOSE[rule](processed, chosen), strict=True)
+        processed, usable = _processed(raw, chosen, eos_token_ids)
+        drawn = zip(members, usable, _PROPOSE[rule](processed, chosen, num_probs), strict=True)
         for i, (token, probs) in ((i, result) for i, good, result in drawn if good):
             results[i] = (token, probs, True)
     return results
+
+
+def token_logprobs(raw: Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
+    """Of the model's own distribution: raw logits [n, V] of any float dtype, one row per token."""
+    logprobs = torch.log_softmax(raw.float(), dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=raw.device)[:, None]).squeeze(1).tolist()
+    if not num_top:
+        return tuple(TokenLogprob(token, value) for token, value in zip(tokens, chosen, strict=True))
+    top = logprobs.topk(num_top, dim=-1)
+    pairs = [
+        tuple(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+    return tuple(TokenLogprob(*entry) for entry in zip(tokens, chosen, pairs, strict=True))
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------------
@@ -103,44 +90,53 @@ def _decide_greedy(logits: Tensor, sequences: Sequence[SampledSequence], drafts:
 
 
 def _decide_coupled(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    scaled, ids = _filtered(_tempered(logits, sequences), sequences)
-    keys = _keys(sequences, Stream.COUPLED, logits.device)
-    columns = ids if ids is not None else torch.arange(logits.shape[1], device=logits.device)
-    return coupled(drafts, scaled, noise.gumbel(keys, columns), ids)
+    scaled = tempered(logits, sequences)
+    return coupled(drafts, scaled, lambda weights, _: _draw_coupled(weights, sequences))
+
+
+def _decide_by_ratio(
+    rule: Callable[..., Verdicts], logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts
+) -> Verdicts:
+    scaled = _masked(tempered(logits, sequences), sequences)
+    keys = _round_keys(sequences, Stream.ACCEPT, logits.device)
+    resample = _keys(sequences, Stream.RESAMPLE, logits.device)
+    return rule(
+        drafts,
+        TargetProbs.from_logits(scaled),
+        _draft_probs(sequences, logits.device),
+        noise.uniform(keys, torch.arange(drafts.tokens.shape[1], device=logits.device)),
+        # Keyed by the token's own position, which is only known once the accepted length is.
+        lambda weights, rows: noise.gumbel_argmax(weights, resample[rows]),
+    )
 
 
 def _decide_rejection(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    p = _probs(logits, sequences)
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    width = drafts.tokens.shape[1]
-    accept_keys = _keys(sequences, Stream.ACCEPT, logits.device)
-    accept_uniform = (
-        noise.uniform(accept_keys, columns[:1]).squeeze(1)[drafts.position_rows()] if width else p.new_zeros(len(p), 0)
-    )
-    # The resampled token's noise is keyed by its own position, which is only known once the accepted length is: draw it for all
-    # rows of the sequence lazily would cost V per row, so the length is decided first with a cheap pass.
-    q = _draft_probs(sequences, width, logits.device)
-    first = rejection(drafts, p, q, accept_uniform, torch.zeros(len(sequences), 1, dtype=torch.float64, device=p.device))
-    keys = _keys(sequences, Stream.RESAMPLE, logits.device)[drafts.first_row + first.accepted]
-    return rejection(drafts, p, q, accept_uniform, noise.gumbel(keys, columns))
+    return _decide_by_ratio(rejection, logits, sequences, drafts)
 
 
-def _propose_greedy(logits: Tensor, sequences: Sequence[SampledSequence]) -> list[tuple[int, SparseProbs | None]]:
+def _decide_block(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return _decide_by_ratio(block, logits, sequences, drafts)
+
+
+Drawn = list[tuple[int, SparseProbs | None]]
+
+
+def _propose_greedy(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
     return [(token, None) for token in logits.argmax(dim=-1).tolist()]
 
 
-def _propose_coupled(logits: Tensor, sequences: Sequence[SampledSequence]) -> list[tuple[int, SparseProbs | None]]:
-    scaled, ids = _filtered(_tempered(logits, sequences), sequences, at_most=DRAFT_CANDIDATES)
-    if ids is None:
-        scaled, ids = scaled.topk(min(DRAFT_CANDIDATES, scaled.shape[1]), dim=-1)
-    tokens = draw(scaled, noise.gumbel(_keys(sequences, Stream.COUPLED, logits.device), ids), ids)
-    return [(token, None) for token in tokens.tolist()]
+def _propose_coupled(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    return [(token, None) for token in _draw_coupled(tempered(logits, sequences), sequences).tolist()]
 
 
-def _propose_rejection(logits: Tensor, sequences: Sequence[SampledSequence]) -> list[tuple[int, SparseProbs | None]]:
-    q, ids = _probs(logits, sequences).topk(min(DRAFT_PROBS, logits.shape[1]), dim=-1)
-    q = q / q.sum(dim=-1, keepdim=True)
-    tokens = draw(q.log(), noise.gumbel(_keys(sequences, Stream.DRAFT, logits.device), ids), ids)
+def _propose_with_probs(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    scaled = _masked(tempered(logits, sequences), sequences)
+    values, ids = scaled.topk(min(num_probs, scaled.shape[1]), dim=-1)
+    q = torch.softmax(values.double(), dim=-1)
+    keys = _round_keys(sequences, Stream.DRAFT, logits.device)
+    drawn = torch.tensor([s.num_drawn for s in sequences], device=logits.device)
+    scores = noise.gumbel(keys, ids + drawn[:, None] * scaled.shape[1]) + q.log()
+    tokens = ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
     pairs = [_positive_pairs(i, p) for i, p in zip(ids.tolist(), q.tolist(), strict=True)]
     return list(zip(tokens.tolist(), pairs, strict=True))
 
@@ -149,35 +145,44 @@ _DECIDE: dict[str, Callable[[Tensor, Sequence[SampledSequence], Drafts], Verdict
     "greedy": _decide_greedy,
     "coupled": _decide_coupled,
     "rejection": _decide_rejection,
+    "block": _decide_block,
 }
-_PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence]], list[tuple[int, SparseProbs | None]]]] = {
+_PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence], int], Drawn]] = {
     "greedy": _propose_greedy,
     "coupled": _propose_coupled,
-    "rejection": _propose_rejection,
+    "rejection": _propose_with_probs,
+    "block": _propose_with_probs,
 }
+
+
+def _draw_coupled(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
+    """The token of every row [R, V] under the noise that draft and target share, int64 [R]."""
+    keys = _keys(sequences, Stream.COUPLED, scaled.device)
+    if not has_filter(sequences[0].params):
+        return noise.gumbel_argmax(scaled, keys)
+    kept = filtered(scaled, sequences)
+    scores = noise.gumbel(keys[kept.rows], kept.ids[:, None]).squeeze(1) + kept.values
+    return noise.argmax_among(scores, kept.ids, kept.rows, len(scaled))
+
+
+def _masked(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
+    """Logits [R, V] with -inf for the tokens that the filters of the group cut."""
+    if not has_filter(sequences[0].params):
+        return scaled
+    kept: Kept = filtered(scaled, sequences)
+    return kept.dense(scaled)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------------
 
 
 def _alike(sequences: Sequence[SampledSequence]) -> list[tuple[str, list[int]]]:
-    """Group the sequences by rule, and apart from those whose filters need only a few candidates per row."""
+    """Group the sequences by rule, and those with filters apart from those without."""
     groups: dict[tuple[str, bool], list[int]] = {}
     for index, sequence in enumerate(sequences):
-        groups.setdefault((sequence.params.acceptance_rule, _has_filter(sequence.params)), []).append(index)
+        rule = sequence.params.acceptance_rule
+        groups.setdefault((rule, rule != "greedy" and has_filter(sequence.params)), []).append(index)
     return [(rule, members) for (rule, _), members in groups.items()]
-
-
-def _has_filter(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _first_rows(sequences: Sequence[SampledSequence]) -> list[int]:
-    rows, total = [], 0
-    for sequence in sequences:
-        rows.append(total)
-        total += sequence.num_rows
-    return rows
 
 
 def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
@@ -187,17 +192,17 @@ def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _usable(raw: Tensor, processed: Tensor) -> list[bool]:
-    """Whether a row has a finite maximum before and after processing: NaN and +inf reach it, a row of -inf has none."""
+def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
+    """Penalised logits, and which rows have a token to draw: NaN and +inf reach the maximum, a row of -inf has none.
+
+    Rows without one come back as zeros, so that nothing after this sees a number that is not finite.
+    """
+    processed = penalised(raw, sequences, eos_token_ids)
     finite = torch.isfinite(raw.amax(dim=-1))
     if processed is not raw:
         finite &= torch.isfinite(processed.amax(dim=-1))
     usable: list[bool] = finite.tolist()
-    return usable
-
-
-def _per_row(sequences: Sequence[SampledSequence], value: Callable[[SamplingParams], float]) -> list[float]:
-    return [value(sequence.params) for sequence in sequences for _ in range(sequence.num_rows)]
+    return processed if all(usable) else processed.masked_fill(~finite[:, None], 0.0), usable
 
 
 def _keys(sequences: Sequence[SampledSequence], stream: Stream, device: torch.device) -> Tensor:
@@ -207,21 +212,33 @@ def _keys(sequences: Sequence[SampledSequence], stream: Stream, device: torch.de
     return noise.row_keys(keys[0], keys[1], stream)
 
 
-def _drafts(sequences: Sequence[SampledSequence], device: torch.device) -> Drafts:
-    return Drafts.from_lists([sequence.draft for sequence in sequences], device)
+def _round_keys(sequences: Sequence[SampledSequence], stream: Stream, device: torch.device) -> Tensor:
+    """One key per sequence, by the number of committed tokens, which no two rounds share.
+
+    Block verification looks at draft tokens that it then refuses: when their positions are drafted and tested again, the same
+    noise would be a bias.
+    """
+    seeds = [noise.signed64(s.params.seed) for s in sequences]
+    committed = [s.first_position - s.num_drawn for s in sequences]
+    keys = torch.tensor([seeds, committed], dtype=torch.int64, device=device)
+    return noise.row_keys(keys[0], keys[1], stream)
 
 
-def _draft_probs(sequences: Sequence[SampledSequence], width: int, device: torch.device) -> DraftProbs:
+def _draft_probs(sequences: Sequence[SampledSequence], device: torch.device) -> DraftProbs:
     """q of every draft position, padded; a draft without probabilities was certain of its token."""
     pairs = [s.draft_probs or tuple(((token,), (1.0,)) for token in s.draft) for s in sequences]
-    n = max((len(ids) for row in pairs for ids, _ in row), default=1)
-    ids = torch.zeros(len(sequences), width, n, dtype=torch.int64)
-    probs = torch.zeros(len(sequences), width, n, dtype=torch.float64)
-    for i, row in enumerate(pairs):
-        for j, (token_ids, masses) in enumerate(row):
-            ids[i, j, : len(token_ids)] = torch.tensor(token_ids)
-            probs[i, j, : len(masses)] = torch.tensor(masses, dtype=torch.float64)
-    return DraftProbs(ids.to(device), probs.to(device))
+    flat = list(chain.from_iterable(pairs))
+    sizes = np.array([len(ids) for ids, _ in flat], np.int64)
+    depth = max(map(len, pairs), default=0)
+    place = np.array([i * depth + j for i, own in enumerate(pairs) for j in range(len(own))], np.int64)
+    ids = np.zeros((len(pairs) * depth, sizes.max(initial=1)), np.int64)
+    probs = np.zeros(ids.shape, np.float64)
+    filled = np.arange(ids.shape[1]) < sizes[:, None]
+    at = np.repeat(place, sizes), np.nonzero(filled)[1]
+    ids[at] = np.fromiter(chain.from_iterable(tokens for tokens, _ in flat), np.int64)
+    probs[at] = np.fromiter(chain.from_iterable(masses for _, masses in flat), np.float64)
+    shape = (len(pairs), depth, ids.shape[1])
+    return DraftProbs(torch.from_numpy(ids).view(shape).to(device), torch.from_numpy(probs).view(shape).to(device))
 
 
 def _positive_pairs(ids: list[int], probs: list[float]) -> SparseProbs:
@@ -229,158 +246,29 @@ def _positive_pairs(ids: list[int], probs: list[float]) -> SparseProbs:
     return tuple(ids[:kept]), tuple(probs[:kept])
 
 
-# --- processing -------------------------------------------------------------------------------------------------------------
-
-
-def _penalised(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """Penalties, bias and min_tokens on float32 logits [R, V]; the very same tensor comes back when nobody asks for any."""
-    edits = _Edits(raw.shape[1])
-    row = 0
-    for sequence in sequences:
-        edits.collect(sequence, row, eos_token_ids)
-        row += sequence.num_rows
-    return edits.apply(raw)
-
-
-class _Edits:
-    """(row, token id) pairs to change, gathered per request and applied in one pass each."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.scale: list[tuple[int, int, float]] = []
-        self.subtract: list[tuple[int, int, float]] = []
-        self.forbid: list[tuple[int, int]] = []
-
-    def collect(self, sequence: SampledSequence, first_row: int, eos_token_ids: tuple[int, ...]) -> None:
-        params = sequence.params
-        penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        if not (penalised or params.logit_bias or params.min_tokens):
-            return
-        counts = Counter(sequence.ids[sequence.prompt_length : sequence.first_position])
-        seen = set(sequence.ids[: sequence.first_position])
-        for j in range(sequence.num_rows):
-            if j:
-                counts[sequence.draft[j - 1]] += 1
-                seen.add(sequence.draft[j - 1])
-            row = first_row + j
-            if params.repetition_penalty != 1.0:
-                self.scale += [(row, token, params.repetition_penalty) for token in seen if token < self.vocab_size]
-            if params.presence_penalty or params.frequency_penalty:
-                self.subtract += [
-                    (row, token, params.presence_penalty + count * params.frequency_penalty) for token, count in counts.items()
-                ]
-            self.subtract += [(row, token, -bias) for token, bias in params.logit_bias.items()]
-            if sequence.first_position + j - sequence.prompt_length < params.min_tokens:
-                self.forbid += [(row, token) for token in {*eos_token_ids, *params.stop_token_ids} if token < self.vocab_size]
-
-    def apply(self, raw: Tensor) -> Tensor:
-        if not (self.scale or self.subtract or self.forbid):
-            return raw
-        logits = raw.clone()
-        if self.scale:
-            rows, tokens, factors = _columns(self.scale, logits)
-            old = logits[rows, tokens]
-            logits[rows, tokens] = torch.where(old > 0, old / factors, old * factors)
-        if self.subtract:
-            rows, tokens, amounts = _columns(self.subtract, logits)
-            logits.index_put_((rows, tokens), -amounts, accumulate=True)
-        if self.forbid:
-            rows, tokens = torch.tensor(self.forbid, device=logits.device).T
-            logits[rows, tokens] = -torch.inf
-        return logits
-
-
-def _columns(triples: list[tuple[int, int, float]], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, tokens, values = zip(*triples, strict=True)
-    return (
-        torch.tensor(rows, device=like.device),
-        torch.tensor(tokens, device=like.device),
-        torch.tensor(values, dtype=like.dtype, device=like.device),
-    )
-
-
-def _tempered(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
-    temperatures = _per_row(sequences, lambda params: params.temperature)
-    if all(value == 1.0 for value in temperatures):
-        return logits
-    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
-
-
-def _filtered(scaled: Tensor, sequences: Sequence[SampledSequence], at_most: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """Top-k, top-p, min-p. Returns (logits, None) over the whole vocabulary, or (logits, ids) over the candidates left.
-
-    A row keeps the tokens whose logit reaches a threshold, so ties at the edge are kept and the order of a sort cannot matter.
-    ``at_most`` cuts the candidates: only for drafts, where an approximation costs acceptance and nothing else.
-    """
-    if not any(_has_filter(s.params) for s in sequences):
-        return scaled, None
-    vocab_size = scaled.shape[1]
-    width = min(vocab_size, at_most or max(CANDIDATES, *(s.params.top_k for s in sequences)))
-    values, ids = scaled.topk(width, dim=-1)
-    threshold = _threshold(values, scaled, sequences)
-    if width < vocab_size and at_most is None and bool((values[:, -1] >= threshold).any()):
-        threshold = _threshold(scaled.sort(dim=-1, descending=True).values, scaled, sequences)
-        return scaled.masked_fill(scaled < threshold[:, None], -torch.inf), None
-    return values.masked_fill(values < threshold[:, None], -torch.inf), ids
-
-
-def _threshold(values: Tensor, scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
-    """Lowest logit that every filter of a row keeps, [R]; values [R, n] are the n largest logits in descending order.
-
-    When a filter would keep more than these n, the smallest of them is returned and the caller sees that the row is cut.
-    """
-    width = values.shape[1]
-    device = values.device
-    top_k = torch.tensor([min(int(k) or width, width) for k in _per_row(sequences, lambda params: params.top_k)], device=device)
-    top_p = torch.tensor(_per_row(sequences, lambda params: params.top_p), dtype=torch.float32, device=device)
-    min_p = torch.tensor(_per_row(sequences, lambda params: params.min_p), dtype=torch.float32, device=device)
-    kth = values.gather(1, top_k[:, None] - 1)
-    limited = torch.tensor([bool(k) for k in _per_row(sequences, lambda params: params.top_k)], device=device)[:, None]
-    # log_softmax sums a row in one fixed order; logsumexp splits a lone long row over threads and then rounds otherwise.
-    ranked = torch.log_softmax(values.masked_fill(values < kth, -torch.inf), dim=-1)
-    overall = values - values[:, :1] + torch.log_softmax(scaled, dim=-1).amax(dim=-1, keepdim=True)
-    before = torch.where(limited, ranked, overall).exp().cumsum(dim=-1).roll(1, dims=-1)
-    before[:, 0] = 0.0
-    last_of_nucleus = values.gather(1, ((before < top_p[:, None]).sum(dim=-1, keepdim=True) - 1).clamp_min(0))
-    nucleus = torch.where(top_p[:, None] < 1.0, last_of_nucleus, -torch.inf)
-    rank = torch.where(limited, kth, -torch.inf)
-    floor = values[:, :1] + min_p[:, None].log()
-    return torch.cat([rank, nucleus, floor], dim=1).amax(dim=-1)
-
-
-def _probs(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
-    """The distribution that is sampled, float64 [R, V], each row summing to 1."""
-    scaled, ids = _filtered(_tempered(logits, sequences), sequences)
-    p = torch.softmax(scaled.double(), dim=-1)
-    if ids is None:
-        return p
-    return torch.zeros(len(p), logits.shape[1], dtype=p.dtype, device=p.device).scatter_(1, ids, p)
-
-
 # --- results ----------------------------------------------------------------------------------------------------------------
 
 
 def _to_decisions(verdicts: Verdicts, raw: Tensor, usable: list[bool], sequences: Sequence[SampledSequence]) -> list[Decision]:
     decisions = [Decision(a, t) for a, t in zip(verdicts.accepted.tolist(), verdicts.tokens.tolist(), strict=True)]
-    row = 0
-    for sequence, decision in zip(sequences, decisions, strict=True):
-        if not all(usable[row : row + decision.accepted + 1]):
+    asked: list[tuple[Decision, SampledSequence, int]] = []
+    for start, sequence, decision in zip(first_rows(sequences), sequences, decisions, strict=True):
+        if not all(usable[start : start + decision.accepted + 1]):
             decision.accepted, decision.token = 0, -1
             decision.error = "no next token: the logits are not finite numbers, or the request's options leave none"
         elif sequence.params.logprobs is not None:
-            committed = [*sequence.draft[: decision.accepted], decision.token]
-            decision.logprobs = _logprobs(raw[row : row + len(committed)], committed, sequence.params.logprobs)
-        row += sequence.num_rows
+            asked.append((decision, sequence, start))
+    if asked:
+        _add_logprobs(asked, raw)
     return decisions
 
 
-def _logprobs(raw: Tensor, tokens: list[int], num_top: int) -> tuple[TokenLogprob, ...]:
-    """Of the model's own distribution: raw logits [n, V], one row per committed token."""
-    logprobs = torch.log_softmax(raw, dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=raw.device)[:, None]).squeeze(1).tolist()
-    top = logprobs.topk(num_top, dim=-1) if num_top else None
-    result = []
-    for i, token in enumerate(tokens):
-        pairs = tuple(zip(top.indices[i].tolist(), top.values[i].tolist(), strict=True)) if top is not None else ()
-        result.append(TokenLogprob(token, chosen[i], pairs))
-    return tuple(result)
+def _add_logprobs(asked: list[tuple[Decision, SampledSequence, int]], raw: Tensor) -> None:
+    """All requests' committed tokens in one pass."""
+    committed = [[*s.draft[: decision.accepted], decision.token] for decision, s, _ in asked]
+    rows = [start + j for (_, _, start), tokens in zip(asked, committed, strict=True) for j in range(len(tokens))]
+    most = max(s.params.logprobs or 0 for _, s, _ in asked)
+    entries = iter(token_logprobs(raw[torch.tensor(rows, device=raw.device)], list(chain.from_iterable(committed)), most))
+    for (decision, sequence, _), tokens in zip(asked, committed, strict=True):
+        own = [next(entries) for _ in tokens]
+        decision.logprobs = tuple(TokenLogprob(e.token_id, e.logprob, e.top[: sequence.params.logprobs]) for e in own)

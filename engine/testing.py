@@ -26,6 +26,8 @@ from engine.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.sampling import Decision
+
 NextToken = Callable[[Sequence[int]], int]
 
 
@@ -104,11 +106,19 @@ class ScriptedTarget:
         if held is None or len(held.ids) < item.base_length:
             return Verdict(sequence_id=item.sequence_id, need_context=True)
         held.ids[item.base_length :] = item.tokens
+        scores = self._score(held.ids, item) if item.scored else None
         if not item.sample:
-            return Verdict(sequence_id=item.sequence_id)
-        return self._accept(held, item)
+            return Verdict(sequence_id=item.sequence_id, prompt_logprobs=scores)
+        return self._accept(held, item, scores)
 
-    def _accept(self, held: _Held, item: VerifyItem) -> Verdict:
+    def _score(self, ids: list[int], item: VerifyItem) -> tuple[TokenLogprob, ...]:
+        first = item.base_length + item.first_scored + 1
+        known = ids[first : first + len(item.scored)]
+        if first + len(item.scored) > len(ids) + 1 or known != list(item.scored[: len(known)]):
+            raise AssertionError(f"{item.sequence_id}: the scored tokens are not those that follow")
+        return tuple(_scripted_logprob(token, first + i) for i, token in enumerate(item.scored))
+
+    def _accept(self, held: _Held, item: VerifyItem, scores: tuple[TokenLogprob, ...] | None) -> Verdict:
         accepted = 0
         for token in item.draft:
             if self.next_token(held.ids) != token:
@@ -117,14 +127,24 @@ class ScriptedTarget:
             accepted += 1
         tokens = (*item.draft[:accepted], self.next_token(held.ids))
         params = held.context.params if held.context else None
-        logprobs = tuple(TokenLogprob(t, 0.0) for t in tokens) if params and params.logprobs is not None else None
-        return Verdict(sequence_id=item.sequence_id, accepted=accepted, tokens=tokens, logprobs=logprobs)
+        first = len(held.ids) - accepted
+        logprobs = None
+        if params and params.logprobs is not None:
+            logprobs = tuple(_scripted_logprob(token, first + i) for i, token in enumerate(tokens))
+        return Verdict(
+            sequence_id=item.sequence_id, accepted=accepted, tokens=tokens, logprobs=logprobs, prompt_logprobs=scores
+        )
 
     def _check_capacity(self) -> None:
         size = self._info.kv_block_size
         used = sum(-(-len(held.ids) // size) for held in self.sequences.values())
         if used * size > self._info.kv_capacity_tokens:
             raise AssertionError(f"the scheduler overran the KV cache: {used} blocks of {size} in use")
+
+
+def _scripted_logprob(token: int, position: int) -> TokenLogprob:
+    """A value that tells where the token stands, so that one too many or too few shows."""
+    return TokenLogprob(token, -float(position))
 
 
 class ScriptedDraft:
@@ -166,11 +186,12 @@ class TableModel:
     """A language model over V tokens whose logits depend on the last token: row t of ``table`` (float32 [V, V]).
 
     Serves as target and as draft, through the real sampling and acceptance code, so that whole rounds can be compared with
-    exact probabilities.
+    exact probabilities. As a draft that must report q it draws from its ``num_probs`` likeliest tokens, None = all.
     """
 
-    def __init__(self, table: "Tensor", eos_token_ids: tuple[int, ...] = (), **changes: object):
+    def __init__(self, table: "Tensor", eos_token_ids: tuple[int, ...] = (), num_probs: int | None = None, **changes: object):
         self.table = table
+        self._num_probs = num_probs or table.shape[1]
         self._info = model_info(name="table", vocab_size=table.shape[1], eos_token_ids=eos_token_ids, **changes)
         self._held: dict[str, _Held] = {}
 
@@ -188,13 +209,14 @@ class TableModel:
         """As `TargetModel.verify`."""
         from engine.sampling import SampledSequence, decide
 
-        verdicts: list[Verdict | None] = []
+        verdicts: list[Verdict] = []
         sampled: list[tuple[int, _Held, VerifyItem, SampledSequence]] = []
         for sequence_id in request.release:
             self._held.pop(sequence_id, None)
         for item in request.items:
             held = self._open(item)
-            verdicts.append(Verdict(sequence_id=item.sequence_id, need_context=held is None))
+            scores = self._score(held, item) if held is not None and item.scored else None
+            verdicts.append(Verdict(sequence_id=item.sequence_id, need_context=held is None, prompt_logprobs=scores))
             if held is not None and held.context is not None and item.sample:
                 sequence = SampledSequence(
                     held.context.params, held.context.prompt_length, [*held.ids, *item.draft], item.draft, item.draft_probs
@@ -205,8 +227,15 @@ class TableModel:
             decisions = decide(self.table[rows], [s for *_, s in sampled], self._info.eos_token_ids)
             for (index, held, item, _), decision in zip(sampled, decisions, strict=True):
                 held.ids += item.draft[: decision.accepted]
-                verdicts[index] = _as_verdict(item, decision.accepted, decision.token, decision.logprobs, decision.error)
-        return VerifyReply(round_id=request.round_id, verdicts=tuple(v for v in verdicts if v is not None))
+                verdicts[index] = _as_verdict(item, decision, verdicts[index].prompt_logprobs)
+        return VerifyReply(round_id=request.round_id, verdicts=tuple(verdicts))
+
+    def _score(self, held: _Held, item: VerifyItem) -> tuple[TokenLogprob, ...]:
+        from engine.sampling import token_logprobs
+
+        first = item.base_length + item.first_scored
+        num_top = (held.context.params.prompt_logprobs if held.context is not None else None) or 0
+        return token_logprobs(self.table[held.ids[first : first + len(item.scored)]].float(), list(item.scored), num_top)
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`; all items advance together, one token a step."""
@@ -221,8 +250,13 @@ class TableModel:
         from engine.sampling import SampledSequence, propose_tokens
 
         held = [draft.held for draft in drafting if draft.held is not None]
-        sequences = [SampledSequence(h.context.params, h.context.prompt_length, h.ids) for h in held if h.context is not None]
-        drawn = propose_tokens(self.table[[h.ids[-1] for h in held]], sequences, self._info.eos_token_ids)
+        sequences = [
+            SampledSequence(h.context.params, h.context.prompt_length, h.ids, num_drawn=len(draft.tokens))
+            for draft, h in zip(drafting, held, strict=True)
+            if h.context is not None
+        ]
+        rows = self.table[[h.ids[-1] for h in held]]
+        drawn = propose_tokens(rows, sequences, self._info.eos_token_ids, self._num_probs)
         for draft, one, (token, q, _) in zip(drafting, held, drawn, strict=True):
             one.ids.append(token)
             draft.tokens.append(token)
@@ -259,9 +293,13 @@ class _Drafting:
         )
 
 
-def _as_verdict(
-    item: VerifyItem, accepted: int, token: int, logprobs: "tuple[TokenLogprob, ...] | None", error: str | None
-) -> Verdict:
-    if error is not None:
-        return Verdict(sequence_id=item.sequence_id, error=error)
-    return Verdict(sequence_id=item.sequence_id, accepted=accepted, tokens=(*item.draft[:accepted], token), logprobs=logprobs)
+def _as_verdict(item: VerifyItem, decision: "Decision", scores: tuple[TokenLogprob, ...] | None) -> Verdict:
+    if decision.error is not None:
+        return Verdict(sequence_id=item.sequence_id, error=decision.error)
+    return Verdict(
+        sequence_id=item.sequence_id,
+        accepted=decision.accepted,
+        tokens=(*item.draft[: decision.accepted], decision.token),
+        logprobs=decision.logprobs,
+        prompt_logprobs=scores,
+    )

@@ -5,11 +5,19 @@ worker's KV cache; rolling back is sending a smaller ``base_length`` than before
 """
 
 from enum import StrEnum
+from typing import Literal, get_args
 
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this temperature a request is greedy: dividing float32 logits by less overflows and leaves one token anyway."""
+SamplingRule = Literal["coupled", "rejection", "block"]
+SAMPLING_RULES: tuple[str, ...] = get_args(SamplingRule)
+"""Acceptance rules that a request may choose from; temperature 0 is always ``greedy``."""
+MAX_ALTERNATIVES = 20
+"""Most alternatives beside a token in logprobs."""
+MAX_BIASED_TOKENS = 1024
+MAX_STOP_TOKEN_IDS = 64
 
 
 class FinishReason(StrEnum):
@@ -39,12 +47,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """64 bits, unsigned. The router draws one for a request that brings none."""
     max_tokens: int = 16
+    """0 only with ``prompt_logprobs``: the prompt is scored and nothing is sampled."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     """Alternatives to report beside the chosen token; None = no logprobs at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, from its second one on (echo)."""
     max_depth: int | None = None
     """The request's own bound on the depth; 0 switches speculation off for it."""
     rule: str = "coupled"
@@ -147,6 +158,9 @@ class VerifyItem(msgspec.Struct, frozen=True, kw_only=True):
     draft_probs: tuple[SparseProbs, ...] | None = None
     context: SequenceContext | None = None
     sample: bool = True
+    scored: tuple[int, ...] = ()
+    """Tokens of the prompt whose logprobs are wanted (echo): ``scored[i]`` follows ``tokens[first_scored + i]``."""
+    first_scored: int = 0
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +181,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int = 0
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of ``VerifyItem.scored``, where there are any."""
     need_context: bool = False
     """The worker does not hold ``base_length`` tokens of this sequence: send it again from 0, with its context."""
     error: str | None = None
@@ -199,6 +215,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype_reason: str = ""
     step_times: tuple[tuple[int, float], ...] = ()
     """Measured when the worker started: (tokens in one forward, seconds)."""
+    numerics: str = "fast"
+    """Kernels in use: ``invariant`` (asked for, and chosen for it) or ``fast``."""
+    row_invariant: bool | None = None
+    """Whether a row's logits had the same bits in every batch that was probed on the loaded weights; None = not probed."""
+    row_invariance: str = "not probed"
+    """The probe's verdict in words."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +229,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """In the first delta of a request that asked for them: one per token of the prompt but the first."""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     error: str | None = None

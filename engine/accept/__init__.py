@@ -1,8 +1,21 @@
-"""Acceptance rules: pure functions (draft, target's distribution, noise) -> verdict. `RULES` lists them by name."""
+"""Acceptance rules: pure functions (draft, target's distribution, randomness) -> verdict. `RULES` lists them by name."""
 
-from engine.accept.base import RULES, Drafts, Rule, Verdicts
+from engine.accept.base import RULES, DraftProbs, Drafts, Draw, Rule, TargetProbs, Verdicts
+from engine.accept.block import block
 from engine.accept.coupled import coupled
 from engine.accept.greedy import greedy
-from engine.accept.rejection import DraftProbs, rejection
+from engine.accept.rejection import rejection
 
-__all__ = ["RULES", "DraftProbs", "Drafts", "Rule", "Verdicts", "coupled", "greedy", "rejection"]
+__all__ = [
+    "RULES",
+    "DraftProbs",
+    "Drafts",
+    "Draw",
+    "Rule",
+    "TargetProbs",
+    "Verdicts",
+    "block",
+    "coupled",
+    "greedy",
+    "rejection",
+]

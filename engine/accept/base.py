@@ -1,10 +1,17 @@
-"""What all acceptance rules share: ragged drafts, verdicts, and the table of rules."""
+"""What all acceptance rules share: ragged drafts, both distributions, verdicts, and the table of rules."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+Draw = Callable[[Tensor, Tensor], Tensor]
+"""(log-weights [M, V] up to a constant per row, rows int64 [M] of the verify that they stand for) -> one token each, int64 [M].
+
+All randomness of a drawn token is in here: the caller keys it by the row's sequence and position.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,11 @@ class Drafts:
             first_row=lengths_tensor.cumsum(0) + torch.arange(len(drafts), device=device) - lengths_tensor,
         )
 
+    @property
+    def real(self) -> Tensor:
+        """Which entries of ``tokens`` are draft tokens and not padding: bool [N, K_max]."""
+        return self.tokens >= 0
+
     def position_rows(self) -> Tensor:
         """Row of every draft position, int64 [N, K_max]; positions beyond a sequence's own draft point at its last row."""
         steps = torch.arange(self.tokens.shape[1], device=self.tokens.device)
@@ -48,6 +60,50 @@ class Verdicts:
     tokens: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TargetProbs:
+    """p of every row of a verify, as its logarithm: ``logits`` [R, V] of any float dtype, minus ``log_total`` float64 [R]."""
+
+    logits: Tensor
+    log_total: Tensor
+
+    @classmethod
+    def from_logits(cls, logits: Tensor) -> "TargetProbs":
+        """Normalise rows of logits [R, V]; a row's total has the same bits in every batch.
+
+        ``log_softmax`` sums each row in one fixed order, where ``logsumexp`` splits a lone long row over threads.
+        """
+        return cls(logits, (logits.amax(dim=-1) - torch.log_softmax(logits, dim=-1).amax(dim=-1)).double())
+
+    @classmethod
+    def from_probs(cls, p: Tensor) -> "TargetProbs":
+        """From float64 probabilities [R, V] that sum to 1."""
+        return cls(p.log(), p.new_zeros(len(p)))
+
+    def at(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """p of token ``ids`` in ``rows`` (int64, broadcast against each other), float64."""
+        return (self.logits[rows, ids].double() - self.log_total[rows]).exp()
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """p of whole rows int64 [M], float64 [M, V]."""
+        return (self.logits[rows].double() - self.log_total[rows, None]).exp_()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """q of every draft position as n (id, probability) pairs: what the token was actually drawn from.
+
+    ids int64 [N, K_max, n] padded with 0, probs float64 [N, K_max, n] padded with 0.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """q of the drafted tokens int64 [N, K_max], float64 [N, K_max]."""
+        return torch.where(self.ids == tokens[..., None], self.probs, 0.0).sum(dim=-1)
+
+
 def leading_true(kept: Tensor) -> Tensor:
     """Number of True before the first False in each row: bool [N, K] -> int64 [N]."""
     return kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
@@ -58,9 +114,24 @@ def match_own_tokens(drafts: Drafts, own: Tensor) -> Verdicts:
 
     ``own`` is int64 [R]. This is all there is to the rules whose draft only foretells what the target says anyway.
     """
-    kept = (own[drafts.position_rows()] == drafts.tokens) & (drafts.tokens >= 0)
-    accepted = leading_true(kept)
+    accepted = leading_true((own[drafts.position_rows()] == drafts.tokens) & drafts.real)
     return Verdicts(accepted=accepted, tokens=own[drafts.first_row + accepted])
+
+
+def draw_next(drafts: Drafts, p: TargetProbs, q: DraftProbs, accepted: Tensor, scale: Tensor, draw: Draw) -> Tensor:
+    """The token after the ``accepted`` ones, int64 [N]: from norm(max(0, scale · p - q)), or from p after a whole draft.
+
+    ``scale`` float64 [N] is 1 for the ratio test. Where nothing is left (p = q up to rounding) the draw is from p.
+    """
+    rows = drafts.first_row + accepted
+    weights = p.of_rows(rows)
+    if q.ids.shape[1]:
+        sequences = torch.arange(len(accepted), device=accepted.device)
+        at = accepted.clamp_max(q.ids.shape[1] - 1)
+        refused = (accepted < drafts.lengths)[:, None]
+        residual = (weights * scale[:, None]).scatter_add_(1, q.ids[sequences, at], -q.probs[sequences, at]).clamp_min_(0.0)
+        weights = torch.where(refused & (residual.sum(dim=-1, keepdim=True) > 0), residual, weights)
+    return draw(weights.log_(), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +150,6 @@ RULES: dict[str, Rule] = {
         Rule("greedy", "ids", "keep while the draft token is the target's most likely one"),
         Rule("coupled", "ids", "keep while draft and target draw the same token from shared noise"),
         Rule("rejection", "sparse_q", "keep with probability min(1, p/q), else draw from what q lacks of p"),
+        Rule("block", "sparse_q", "as rejection, but deciding on the whole draft at once: never fewer tokens in expectation"),
     )
 }

@@ -4,21 +4,15 @@ Each side takes ``argmax_v(log prob_v + G_v)`` with ``G`` keyed by (seed, positi
 own, so the text is a function of target, prompt and seed; the draft only decides how many tokens one forward commits.
 """
 
+import torch
 from torch import Tensor
 
-from engine.accept.base import Drafts, Verdicts, match_own_tokens
+from engine.accept.base import Drafts, Draw, Verdicts, match_own_tokens
 
 
-def draw(logits: Tensor, noise: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Gumbel-max draws, int64 [R]: logits [R, n] (any constant per row may be missing), float64 Gumbel noise [R, n].
+def coupled(drafts: Drafts, logits: Tensor, draw: Draw) -> Verdicts:
+    """Decide from processed logits [R, V] (after temperature and filters); ``draw`` holds the noise that the draft used too.
 
-    ``ids`` [R, n] names the columns when only some tokens have a chance; it must be in ascending order of preference for ties,
-    which have probability zero.
+    Acceptance per position: Σ_i 1 / Σ_j max(p_j / p_i, q_j / q_i) ≥ (1 - TV) / (1 + TV).
     """
-    choice = (noise + logits).argmax(dim=-1, keepdim=True)
-    return (choice if ids is None else ids.gather(1, choice)).squeeze(1)
-
-
-def coupled(drafts: Drafts, logits: Tensor, noise: Tensor, ids: Tensor | None = None) -> Verdicts:
-    """Decide from processed logits [R, n] (after temperature and filters) and the shared noise [R, n]."""
-    return match_own_tokens(drafts, draw(logits, noise, ids))
+    return match_own_tokens(drafts, draw(logits, torch.arange(len(logits), device=logits.device)))

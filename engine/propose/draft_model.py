@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.models import LoadedModel
-from engine.sampling import SampledSequence, propose_tokens
+from engine.sampling import DRAFT_PROBS, SampledSequence, propose_tokens
 from engine.types import ModelInfo, Proposal, ProposeItem, ProposeReply, ProposeRequest, SequenceContext, SparseProbs
 from engine.verify.attention import Chunk
 from engine.verify.blocks import OutOfBlocks
@@ -56,7 +56,8 @@ class DraftModel:
     ``catch_up_tokens`` bounds the committed tokens that one call computes over all items before it drafts: a request beyond it
     gets "catching_up" and goes on in the next call. Other reasons for an empty draft: need_context, unknown_token (an id
     without an embedding here), out_of_context, kv_full, bad_logits. When the KV cache is full, whole sequences that the call is
-    not about are forgotten, the longest unused first. Raises `ModelError` as `RaggedModel`.
+    not about are forgotten, the longest unused first. Under rules that need q a token is drawn from the ``top_n`` likeliest.
+    Raises `ModelError` as `RaggedModel`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class DraftModel:
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         catch_up_tokens: int = 256,
+        top_n: int = DRAFT_PROBS,
         name: str = "model",
     ):
         self.model = RaggedModel(
@@ -78,6 +80,7 @@ class DraftModel:
         self._info = self.model.info
         self._name = name
         self._catch_up_tokens = catch_up_tokens
+        self._top_n = top_n
         self._sequences: dict[str, _Held] = {}  # the longest unused first
 
     @property
@@ -188,9 +191,10 @@ class DraftModel:
     def _draw(self, tasks: list[_Task], logits: Tensor) -> list[_Task]:
         """Draft one token per task. Returns the tasks that go on."""
         sequences = [
-            SampledSequence(task.held.context.params, task.held.context.prompt_length, task.held.cached.ids) for task in tasks
+            SampledSequence(context.params, context.prompt_length, task.held.cached.ids, num_drawn=len(task.tokens))
+            for task, context in ((task, task.held.context) for task in tasks)
         ]
-        drawn = propose_tokens(logits, sequences, self._info.eos_token_ids)
+        drawn = propose_tokens(logits, sequences, self._info.eos_token_ids, self._top_n)
         return [task for task, result in zip(tasks, drawn, strict=True) if self._take(task, *result)]
 
     def _take(self, task: _Task, token: int, probs: SparseProbs | None, finite: bool) -> bool:

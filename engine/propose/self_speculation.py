@@ -2,10 +2,18 @@
 
 from engine.models import LoadedModel
 from engine.propose.draft_model import DraftModel
+from engine.sampling import DRAFT_PROBS
 
 
 def build_self_int8(
-    loaded: LoadedModel, *, kv_capacity_tokens: int | None = None, max_context: int | None = None
+    loaded: LoadedModel, *, top_n: int = DRAFT_PROBS, kv_capacity_tokens: int | None = None, max_context: int | None = None
 ) -> DraftModel:
     """Quantise a freshly loaded copy of the target, which is taken over. Raises `ModelError` as `DraftModel`."""
-    return DraftModel(loaded, int8=True, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context, name="self-int8")
+    return DraftModel(
+        loaded,
+        int8=True,
+        top_n=top_n,
+        kv_capacity_tokens=kv_capacity_tokens,
+        max_context=max_context,
+        name="self-int8",
+    )

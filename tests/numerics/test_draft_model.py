@@ -207,6 +207,33 @@ def test_distributions_are_sent_only_where_the_rule_needs_them(recorder: Recorde
         assert sum(probs) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("top_n", [1, 5, VOCAB])
+def test_the_configured_number_of_probabilities_is_sent(rule: str, top_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: ``draft.top_n`` is accepted and ignored, or q is not cut where the token was drawn."""
+    recorder = Recorder(monkeypatch, top_n=top_n)
+    proposal = recorder.one(item("a", 0, random_ids(9), 4, temperature=1.0, seed=1, rule=rule))
+    assert proposal.probs is not None
+    assert [len(ids) for ids, _ in proposal.probs] == [top_n] * 4
+    for token, (ids, probs) in zip(proposal.tokens, proposal.probs, strict=True):
+        assert token in ids
+        assert sum(probs) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_position_that_is_drafted_again_has_new_noise(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: block verification refuses a prefix because of the tokens after it; drafted again in the next round with the
+    same noise they bias the text (found by the chi-square test of test_distribution_table.py)."""
+    recorder, prompt = Recorder(monkeypatch, kv_capacity_tokens=4096), random_ids(6)
+    names = [str(seed) for seed in range(20)]
+    opening = [item(name, 0, prompt, 2, temperature=2.0, seed=int(name), rule=rule) for name in names]
+    first = recorder.ask(*opening).proposals
+    going_on = [item(p.sequence_id, len(prompt), p.tokens[:1], 1) for p in first]
+    second = recorder.ask(*going_on).proposals
+    assert len({p.tokens[0] for p in first}) > 10
+    assert sum(a.tokens[1] == b.tokens[0] for a, b in zip(first, second, strict=True)) < 10
+
+
 def test_the_longest_unused_sequence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: a full cache that stops all drafting, and evicting a sequence that this very call is about."""
     recorder = Recorder(monkeypatch, kv_capacity_tokens=256)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.noise import Stream, gumbel, row_keys, signed64, uniform
+from engine import noise
+from engine.noise import Stream, argmax_among, gumbel, gumbel_argmax, row_keys, signed64, uniform
 
 MASK = (1 << 64) - 1
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -193,3 +194,54 @@ def test_the_largest_of_noisy_logits_follows_softmax() -> None:
     noise = gumbel(keys_tensor(list(range(100_000)), [3] * 100_000), torch.arange(5))
     counts = torch.bincount((p.log() + noise).argmax(dim=1), minlength=5).double()
     assert chi_square_p(counts, p * 100_000) > FALSE_ALARM
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------------
+
+
+def logits_of_kind(kind: str, rows: int, vocab: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(rows, vocab, generator=generator)
+    if kind == "peaked":
+        logits = 7.0 * logits
+    elif kind == "certain":
+        logits[torch.arange(rows), torch.randint(vocab, (rows,), generator=generator)] = 60.0
+    elif kind == "two levels":  # everything that can win lies just outside the window
+        logits = torch.where(logits > 3.0, 0.0, -noise._WINDOW - 0.01)
+    elif kind == "forbidden tokens":
+        logits[:, 1:-1] = -torch.inf
+    elif kind == "ties":
+        logits = (2 * logits).round()
+    elif kind == "flat":
+        logits = torch.zeros(rows, vocab)
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "certain", "two levels", "forbidden tokens", "ties", "flat"])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 50_000), (300, 4_000), (2_000, 7), (3, 1)])
+def test_the_pruned_draw_is_the_whole_one(kind: str, rows: int, vocab: int) -> None:
+    """Bug guarded: a token that would have won is pruned, which changes a text once in thousands of tokens."""
+    logits, keys = logits_of_kind(kind, rows, vocab), row_keys(torch.arange(rows), torch.arange(rows) + 9, Stream.COUPLED)
+    whole = (gumbel(keys, torch.arange(vocab)) + logits).argmax(dim=-1)
+    assert torch.equal(gumbel_argmax(logits, keys), whole)
+    assert torch.equal(gumbel_argmax(logits.double() - 5.0, keys), whole)
+
+
+def test_pruning_only_lets_too_much_through() -> None:
+    """Bug guarded: the bound on the random bits is rounded the wrong way, so that a token is lost once in 2^52 draws: every
+    hash whose noise reaches a bound passes, and hardly any other one."""
+    keys = row_keys(torch.arange(400), torch.arange(400), Stream.COUPLED)
+    values = gumbel(keys, torch.arange(1000))
+    for bound in (0.6, 2.0, 5.0, 7.5):
+        passed = noise._bits_at_least(noise._raw_bits(keys, 1000), torch.full((400,), bound, dtype=torch.float64))
+        assert torch.equal(passed, values >= bound)
+    own = values.amax(dim=1)
+    assert own.max() > 12
+    assert noise._bits_at_least(noise._raw_bits(keys, 1000), own).any(dim=1).all(), "the bound itself is let through"
+
+
+def test_the_best_of_flat_scores() -> None:
+    """Bug guarded: the winner of a row is taken from its neighbour, a tie is decided by the order, an empty row gets id 0."""
+    scores = torch.tensor([1.0, 3.0, 3.0, -2.0, 5.0], dtype=torch.float64)
+    ids, rows = torch.tensor([4, 9, 2, 7, 8]), torch.tensor([0, 0, 0, 2, 3])
+    assert argmax_among(scores, ids, rows, 5).tolist() == [2, -1, 7, 8, -1]

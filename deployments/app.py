@@ -4,6 +4,7 @@
 ``deployments.app:build_app`` and whose ``args`` are the sections of `engine.config.OutriderConfig`.
 """
 
+import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,6 +24,7 @@ from deployments.api import ApiState, build_http_app
 from deployments.controller import Controller
 from deployments.draft import Draft
 from deployments.handle_calls import complete_call, load_served_model, stream_call
+from deployments.messages import LaneStatus
 from deployments.router import Router
 from engine.build import draft_is_a_model, preflight
 from engine.config import OutriderConfig, parse_config
@@ -218,7 +220,7 @@ class Api:
         return await complete_call(self._state, prompt, params)
 
     async def _status(self) -> dict[str, Any]:
-        snapshot = await self._snapshot()
+        snapshot, statuses = await asyncio.gather(self._snapshot(), self._lanes())
         lanes = snapshot["lane_details"]
         wants_draft = self._config.draft.source != "none" and self._config.speculation.max_depth > 0
         degraded = [f"lane {lane['lane_id']}: {lane['draft_state']}" for lane in lanes if lane["draft_state"] != "ok"]
@@ -228,10 +230,15 @@ class Api:
             "degraded": degraded if wants_draft else [],
             "lanes": len(lanes),
             "drafts": len(snapshot["drafts"]),
+            "targets": metrics.numerics_by_lane(statuses),
         }
 
     async def _metrics(self) -> str:
-        return metrics.render(await self._controller.lanes.remote(), await self._snapshot())
+        return metrics.render(await self._lanes(), await self._snapshot())
+
+    async def _lanes(self) -> list[LaneStatus]:
+        lanes: list[LaneStatus] = await self._controller.lanes.remote()
+        return lanes
 
     async def _snapshot(self) -> dict[str, Any]:
         snapshot: dict[str, Any] = await self._controller.snapshot.remote()

@@ -56,6 +56,18 @@ def render(lanes: list[LaneStatus], snapshot: dict[str, Any]) -> str:
     return generate_latest(registry).decode()
 
 
+def numerics_by_lane(lanes: list[LaneStatus]) -> dict[str, dict[str, str | bool | None]]:
+    """For `GET /health`: which kernels each target runs, and what the probe of its row invariance said."""
+    return {
+        lane.load.lane_id: {
+            "numerics": lane.target.numerics,
+            "row_invariant": lane.target.row_invariant,
+            "row_invariance": lane.target.row_invariance,
+        }
+        for lane in lanes
+    }
+
+
 class _Collector:
     def __init__(self, metrics: Iterable[Metric]):
         self._metrics = list(metrics)
@@ -80,12 +92,21 @@ def _lane_metrics(lanes: list[LaneStatus]) -> Iterator[Metric]:
     available = GaugeMetricFamily(
         "outrider_draft_available", "1 when the lane has a source of drafts it can ask.", labels=["lane", "source"]
     )
+    invariant = GaugeMetricFamily(
+        "outrider_row_invariant",
+        "1 when logits had the same bits in every batch that was probed on the target's weights at start, so that no text "
+        "depends on depth, batch or chunking; 0 when they differed, so that near-ties may turn; absent when not probed.",
+        labels=["lane"],
+    )
     for lane in lanes:
         for reason, count in lane.fallbacks.items():
             fallbacks.add_metric([lane.load.lane_id, reason], count)
         available.add_metric([lane.load.lane_id, lane.draft_name], float(lane.draft_state == "ok"))
+        if lane.target.row_invariant is not None:
+            invariant.add_metric([lane.load.lane_id], float(lane.target.row_invariant))
     yield fallbacks
     yield available
+    yield invariant
 
 
 def _per_position(kind: str, text: str, lanes: list[LaneStatus]) -> Metric:

@@ -111,6 +111,8 @@ class Router:
         self._actor = _start_target(self._config, secret)
         self._target = StreamTarget(self._actor, secret)
         self._info = await self._target.connect()
+        level = logging.WARNING if self._info.row_invariant is False else logging.INFO
+        logger.log(level, "%s: numerics %s, %s", self._info.name, self._info.numerics, self._info.row_invariance)
         self._policy = _build_policy(self._config, self._info)
         self._draft = _build_draft(self._config, self._lane_id, self._info, secret)
         self._scheduler = Scheduler(

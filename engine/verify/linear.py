@@ -7,12 +7,19 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.verify.triton_linear import has_triton, invariant_linear
+
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of siblings that transformers' attention and MLP modules apply to one and the same input."""
+INVARIANT_ROWS = 16
+"""Rows of every product where no kernel is known whose sums do not depend on their number."""
 
 
 class Linear(Protocol):
     """A linear map with weight [out, in]."""
+
+    invariant: bool
+    """Whether to use the kernel by which a row's bits do not depend on the other rows, where that is not the fastest one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -26,31 +33,38 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 class PlainLinear(nn.Module):
-    """torch's own kernel."""
+    """torch's own kernel; the invariant one is Triton's on CUDA, elsewhere torch's over `INVARIANT_ROWS` rows at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
+        self.invariant = False
         self.weight = _frozen(weight)
         self.bias = None if bias is None else _frozen(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `Linear`."""
-        return nn.functional.linear(x, self.weight, self.bias)
+        if not self.invariant:
+            return nn.functional.linear(x, self.weight, self.bias)
+        if has_triton(x.device):
+            return invariant_linear(x, self.weight, self.bias)
+        return by_row_blocks(lambda rows: nn.functional.linear(rows, self.weight, self.bias), x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """As `Linear`."""
-        return residual + nn.functional.linear(x, self.weight, self.bias)
+        return residual + self.forward(x)
 
 
 class PackedLinear(nn.Module):
     """oneDNN with the weight laid out for it once: on CPU faster than `PlainLinear` from the first row on.
 
     A row's result has the same bits for any number of rows from two on. A lone row takes another kernel, which in some shapes
-    sums in another order; there it is doubled.
+    sums in another order; there it is doubled. Should a processor's kernels differ more than that, ``invariant`` gives them
+    `INVARIANT_ROWS` rows at a time.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
+        self.invariant = False
         self.packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach().contiguous(), 8)
         self.bias = None if bias is None else _frozen(bias)
         self.in_features = weight.shape[1]
@@ -77,6 +91,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As `Linear`."""
+        if self.invariant:
+            return by_row_blocks(lambda rows: self._product(rows, self.packed, self.bias, "none", [], ""), x)
         if self._doubles_lone_row and x.numel() == self.in_features:
             row = x.reshape(1, -1)
             doubled = self._product(torch.cat((row, row)), self.packed, self.bias, "none", [], "")
@@ -84,7 +100,9 @@ class PackedLinear(nn.Module):
         return self._product(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """As `Linear`; rounds once, after the addition."""
+        """As `Linear`; rounds once, after the addition, unless ``invariant``."""
+        if self.invariant:
+            return residual + self.forward(x)
         if self._doubles_lone_row and x.numel() == self.in_features:
             doubled = self._sum(torch.cat((x, x)), torch.cat((residual, residual)), self.packed, self.bias, "add")
             return doubled[:1]  # type: ignore[no-any-return]
@@ -94,11 +112,13 @@ class PackedLinear(nn.Module):
 class Int8Linear(nn.Module):
     """int8 weights with one scale per output, int8 activations with one scale per row, exact int32 sums; computes in float32.
 
-    One activation scale for all rows would let an outlier in one row round the others away.
+    One activation scale for all rows would let an outlier in one row round the others away. Exact sums have the same bits in
+    any order, so there is no other kernel for ``invariant`` to choose.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
+        self.invariant = True
         plain = weight.detach().float()
         scale = plain.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
         self.quantised = _frozen((plain / scale[:, None]).round_().to(torch.int8))
@@ -161,6 +181,14 @@ def fastest_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 MAKERS: dict[str, MakeLinear] = {"exact": fastest_linear, "int8": Int8Linear}
 """How weights are kept, by name."""
+
+
+def by_row_blocks(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``product`` of x [..., in] as products of exactly `INVARIANT_ROWS` rows each, the last one padded with zeros."""
+    rows = x.reshape(-1, x.shape[-1])
+    padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % INVARIANT_ROWS))
+    out = torch.cat([product(block) for block in torch.split(padded, INVARIANT_ROWS)])
+    return out[: len(rows)].view(*x.shape[:-1], -1)
 
 
 def fused_linear(layers: list[nn.Linear], make: MakeLinear) -> Linear:

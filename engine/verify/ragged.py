@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -20,16 +20,20 @@ from torch import Tensor, nn
 from engine.errors import ModelError
 from engine.models import LoadedModel
 from engine.types import ModelInfo
-from engine.verify.attention import NAME, AttentionState, Chunk, MakeBackend, Mask, pack, run_with
+from engine.verify.attention import NAME, AttentionState, Chunk, Kernels, MakeBackend, Mask, pack, run_with
 from engine.verify.attention.cpu import PaddedAttention
 from engine.verify.dense import DenseModel
+from engine.verify.invariance import RowInvariance, probe
+from engine.verify.invariance import random_ids as _random_ids
 from engine.verify.kv_cache import CachedSequence, KVCache, affordable_blocks
-from engine.verify.linear import MAKERS, replace_linears, replace_rms_norms
+from engine.verify.linear import MAKERS, Linear, replace_linears, replace_rms_norms
 
 logger = logging.getLogger(__name__)
 
 Weights = Literal["exact", "int8"]
 Forward = Callable[[AttentionState], Tensor]
+Reference = list[tuple[list[int], Tensor]]
+"""Ids, and the loaded model's own logits [n, V] after each of them."""
 
 CPU_BLOCK_SIZE = 64
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -40,24 +44,25 @@ gives 0.5 and more.
 """
 MAX_INT8_ERROR = 0.8
 """int8 is another model: this only tells it from noise, whose error is about 1.4."""
-PROBE_CONTEXTS = (12, 1018)
-"""Row invariance is checked behind these: short, and across 1024, where matrix kernels begin to cut their sums into parts."""
+NEAR_TIE = {torch.float32: 3.2e-4, torch.bfloat16: 1.6, torch.float16: 0.2}
+"""Per dtype, the margin between the two largest logits below which kernels that are not row-invariant may choose either token.
+
+Twice the largest difference of one logit between kernels, since both of the two may move. Measured on SmolLM2-135M on CPU:
+float32 1.6e-4, bfloat16 0.78. float16, not measured, is eight times as precise as bfloat16.
+"""
+KERNEL_CHOICES: tuple[tuple[Kernels, Kernels], ...] = (("fast", "fast"), ("invariant", "fast"), ("invariant", "invariant"))
+"""Kernels of attention and of linear layers, the cheaper ones first."""
 STEP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 STEP_CONTEXT = 64
 """Tokens in the cache while step times are measured."""
 STEP_BUDGET_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class RowInvariance:
-    """Whether a row's logits have the same bits whatever else is in the batch, and in words what was compared."""
-
-    holds: bool
-    verdict: str
-
-
 class RaggedModel:
     """A causal language model as a function of packed chunks.
+
+    ``numerics`` "invariant" tries `KERNEL_CHOICES` until a row's logits have the same bits in every batch that is probed, and
+    stays with the fastest when none does; "fast" takes these and probes them too. Without it they are taken and not probed.
 
     The loaded model is taken over: afterwards ``loaded.model`` cannot be used any more. Raises `ModelError` when the
     architecture cannot be run packed, and when there is no memory for a KV cache.
@@ -68,6 +73,7 @@ class RaggedModel:
         loaded: LoadedModel,
         *,
         weights: Weights = "exact",
+        numerics: Kernels | None = None,
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
     ):
@@ -78,14 +84,22 @@ class RaggedModel:
         self.max_context = min(loaded.max_context, max_context or loaded.max_context, _rope_limit(loaded.config))
         self._weights = weights
         self._backend, self._block_size = _backend(self.device)
+        self._attention: Kernels = "fast"
+        self._linears: list[Linear] = []
         self._masks: dict[int, Mask] = {}
         self.network: Literal["dense", "generic"] = "dense"
         """Whether the lean forward or transformers' own code runs."""
-        self._forward, bytes_per_token = self._prepare()
+        self._forward, bytes_per_token, reference = self._prepare()
         num_blocks = affordable_blocks(
             loaded.name, bytes_per_token, self._block_size, self.max_context, self.device, kv_capacity_tokens
         )
         self.cache = KVCache(num_blocks, self._block_size)
+        self.numerics: Kernels = "fast"
+        """Kernels in use."""
+        self.row_invariance = RowInvariance(None, "not probed")
+        """The verdict on them."""
+        if numerics is not None:
+            self._choose_kernels(numerics, reference)
         self.step_times = self._measure_step_times()
         logger.info("%s: %s forward, KV cache of %d tokens", loaded.name, self.network, num_blocks * self._block_size)
 
@@ -106,6 +120,9 @@ class RaggedModel:
             dtype="int8" if int8 else dtype,
             dtype_reason=f"int8 copy of {dtype} weights" if int8 else self.loaded.dtype_reason,
             step_times=self.step_times,
+            numerics=self.numerics,
+            row_invariant=self.row_invariance.holds,
+            row_invariance=self.row_invariance.verdict,
         )
 
     @torch.inference_mode()
@@ -118,7 +135,7 @@ class RaggedModel:
         return self._run(self._forward, self.cache, chunks)
 
     def _run(self, forward: Forward, cache: KVCache, chunks: Sequence[Chunk]) -> Tensor:
-        backend = self._backend(chunks, self._block_size, self.device)
+        backend = self._backend(chunks, self._block_size, self.device, self._attention)
         batch = pack(chunks, backend.order, self._block_size, self.device)
         logits = forward(AttentionState(batch, backend, cache, self.max_context, self._masks))
         for chunk in chunks:
@@ -128,36 +145,42 @@ class RaggedModel:
     # --- loading ------------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _prepare(self) -> tuple[Forward, int]:
-        """Choose the forward that reproduces the loaded model. Returns it and the KV cache's bytes per token."""
+    def _prepare(self) -> tuple[Forward, int, Reference]:
+        """Choose the forward that reproduces the loaded model: it, the KV cache's bytes per token, and what to reproduce."""
         model = self.loaded.model
         probes = [_random_ids(length, self.loaded.vocab_size, seed) for seed, length in enumerate((24, 17))]
         with _architecture_errors(self.loaded):
-            reference = [model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0] for ids in probes]
+            logits = [model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0] for ids in probes]
+        reference = list(zip(probes, logits, strict=True))
         if DenseModel.supports(model):
-            dense = DenseModel(model, MAKERS[self._weights], torch.float32 if self._weights == "int8" else self.loaded.dtype)
-            error, bytes_per_token = self._probe(dense.forward, probes, reference)
+            dense = DenseModel(model, self._make, torch.float32 if self._weights == "int8" else self.loaded.dtype)
+            error, bytes_per_token = self._error(dense.forward, reference)
             if error <= self._max_error:
                 model.model.layers = nn.ModuleList()
                 model.lm_head = nn.Identity()
-                return dense.forward, bytes_per_token
+                return dense.forward, bytes_per_token, reference
             logger.warning("%s: the lean forward is off by %.2g, so transformers' own runs", self.loaded.name, error)
+            self._linears.clear()
         self.network = "generic"
         with _architecture_errors(self.loaded):
             model.set_attn_implementation(NAME)
-            replace_linears(model, MAKERS[self._weights])
+            replace_linears(model, self._make)
             replace_rms_norms(model)
             generic = generic_forward(model)
-            error, bytes_per_token = self._probe(generic, probes, reference)
+            error, bytes_per_token = self._error(generic, reference)
         if not error <= self._max_error:
             raise _unsupported(self.loaded, f"a packed forward differs from the plain one by {error:.2g} of the logits' spread")
-        return generic, bytes_per_token
+        return generic, bytes_per_token, reference
+
+    def _make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        self._linears.append(MAKERS[self._weights](weight, bias))
+        return self._linears[-1]
 
     @property
     def _max_error(self) -> float:
         return MAX_INT8_ERROR if self._weights == "int8" else MAX_ERROR[self.loaded.dtype]
 
-    def _probe(self, forward: Forward, probes: list[list[int]], reference: list[Tensor]) -> tuple[float, int]:
+    def _error(self, forward: Forward, reference: Reference) -> tuple[float, int]:
         """Error of packed steps over two sequences, in chunks and with a rollback, and the KV cache's bytes per token."""
         first, second = CachedSequence(), CachedSequence()
         cache = KVCache(8 + 256 // self._block_size, self._block_size)
@@ -169,57 +192,58 @@ class RaggedModel:
             logits = self._run(forward, cache, chunks)
             return logits[: len(first_ids)], logits[len(first_ids) :]
 
-        a, b = probes
+        (a, _), (b, _) = reference
         early = step(a[:9], b[:5])
         middle = step(b[:4], b[5:12])
         cache.truncate(first, 9)  # those four were wrong
         late = step(a[9:], b[12:])
         got = torch.cat([early[0], late[0], early[1], middle[1], late[1]]).float()
-        expected = torch.cat(reference)[:, : self.loaded.vocab_size].float()
+        expected = torch.cat([logits for _, logits in reference])[:, : self.loaded.vocab_size].float()
         spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
         return float((got - expected).square().mean().sqrt() / spread), cache.bytes_per_token
+
+    # --- kernels ------------------------------------------------------------------------------------------------------------
+
+    def _choose_kernels(self, numerics: Kernels, reference: Reference) -> None:
+        """Use the first of `KERNEL_CHOICES` whose rows are invariant, else the fastest; keep the verdict."""
+        verdicts: list[RowInvariance] = []
+        for attention, linears in KERNEL_CHOICES if numerics == "invariant" else KERNEL_CHOICES[:1]:
+            self._use(attention, linears)
+            if verdicts and not self._still_correct(reference):
+                continue
+            verdicts.append(self.probe_row_invariance())
+            if verdicts[-1].holds is not False:
+                self.numerics, self.row_invariance = numerics if verdicts[-1].holds else "fast", verdicts[-1]
+                logger.info("%s: attention %s, linear layers %s", self.loaded.name, attention, linears)
+                return
+        self._use(*KERNEL_CHOICES[0])
+        tried = ", nor with invariant kernels, so the fastest run" if numerics == "invariant" else ""
+        self.row_invariance = RowInvariance(False, verdicts[0].verdict + tried)
+
+    def _use(self, attention: Kernels, linears: Kernels) -> None:
+        self._attention = attention
+        for layer in self._linears:
+            layer.invariant = linears == "invariant"
+
+    @torch.inference_mode()
+    def _still_correct(self, reference: Reference) -> bool:
+        error, _ = self._error(self._forward, reference)
+        if error <= self._max_error:
+            return True
+        logger.warning("%s: the invariant kernels are off by %.2g and are not used", self.loaded.name, error)
+        return False
 
     # --- measuring ----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def probe_row_invariance(self) -> RowInvariance:
-        """Compare the bits of rows that are decoded one by one with the same rows in longer steps and in a mixed batch.
-
-        In a short context and in one where kernels cut their sums into parts. What the cache holds does not matter, so it is
-        filled with noise. Takes some twenty forwards.
-        """
-        contexts = [context for context in PROBE_CONTEXTS if context + 16 <= self.max_context]
-        if not contexts:
-            return RowInvariance(False, "row invariance unknown: the context is too short to check it")
-        differences = {f"{case} after {context}": d for context in contexts for case, d in self._compare_rows(context).items()}
-        case = max(differences, key=differences.__getitem__)
-        if differences[case] > 0:
-            return RowInvariance(False, f"not row-invariant: logits differ by {differences[case]:.2g} in {case} tokens")
-        after = " and ".join(map(str, contexts))
-        return RowInvariance(
-            True, f"row-invariant: equal bits in steps of 1, 2, 5 and 8 and in a mixed batch after {after} tokens"
+        """The verdict of `engine.verify.invariance.probe` on the kernels in use."""
+        return probe(
+            partial(self._run, self._forward),
+            vocab_size=self.loaded.vocab_size,
+            max_context=self.max_context,
+            block_size=self._block_size,
         )
-
-    def _compare_rows(self, context: int) -> dict[str, float]:
-        """Largest difference from decoding one by one, per way of batching."""
-        ids = _random_ids(16, self.loaded.vocab_size, seed=2)
-        row = CachedSequence([0] * context)
-        longer = CachedSequence([0] * min(context + 300, self.max_context - 1))
-        cache = KVCache((2 * context + 400) // self._block_size + 8, self._block_size)
-
-        def step(start: int, count: int, *others: Chunk) -> Tensor:
-            cache.truncate(row, context + start)
-            chunks = [Chunk(row, ids[start : start + count], count), *others]
-            for chunk in chunks:
-                cache.reserve(chunk.sequence, len(chunk.ids))
-            return self._run(self._forward, cache, chunks)[:count]
-
-        step(0, 1)
-        _fill_with_noise(cache)
-        alone = torch.cat([step(i, 1) for i in range(3)])
-        batched = {f"steps of {count}": step(0, count)[:3] for count in (2, 5, 8)}
-        batched["a mixed batch"] = step(0, 5, Chunk(longer, ids[:1], 1), Chunk(CachedSequence(), ids, 0))[:3]
-        return {case: float((rows - alone[: len(rows)]).abs().max()) for case, rows in batched.items()}
 
     def _measure_step_times(self) -> tuple[tuple[int, float], ...]:
         """(new tokens of one sequence, seconds), the median of up to three after a first one, within `STEP_BUDGET_S`."""
@@ -268,7 +292,10 @@ def _backend(device: torch.device) -> tuple[MakeBackend, int]:
         return PaddedAttention, CPU_BLOCK_SIZE
     from engine.verify.attention import cuda
 
-    return cuda.VarlenAttention, cuda.BLOCK_SIZE
+    if cuda.has_paged_kernel():
+        return cuda.VarlenAttention, cuda.BLOCK_SIZE
+    logger.warning("torch %s has no attention over pages, so padded groups run, which are slower", torch.__version__)
+    return PaddedAttention, cuda.BLOCK_SIZE
 
 
 def _rope_limit(config: Any) -> int:
@@ -285,19 +312,6 @@ def _rope_limit(config: Any) -> int:
         if isinstance(entry, dict) and entry.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(changing, default=sys.maxsize)
-
-
-def _random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
-    ids: list[int] = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return ids
-
-
-def _fill_with_noise(cache: KVCache) -> None:
-    noise: dict[torch.Size, Tensor] = {}
-    for tensor in (tensor for layer in cache.layers for tensor in (layer.keys, layer.values)):
-        if tensor.shape not in noise:
-            noise[tensor.shape] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
-        tensor.copy_(noise[tensor.shape])
 
 
 def _unsupported(loaded: LoadedModel, reason: str) -> ModelError:

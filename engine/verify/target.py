@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from engine.models import LoadedModel
-from engine.sampling import Decision, SampledSequence, decide
-from engine.types import ModelInfo, SequenceContext, Verdict, VerifyItem, VerifyReply, VerifyRequest
-from engine.verify.attention import Chunk
+from engine.sampling import Decision, SampledSequence, decide, token_logprobs
+from engine.types import ModelInfo, SequenceContext, TokenLogprob, Verdict, VerifyItem, VerifyReply, VerifyRequest
+from engine.verify.attention import Chunk, Kernels
 from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import CachedSequence
-from engine.verify.ragged import RaggedModel
+from engine.verify.ragged import NEAR_TIE, RaggedModel
 
 logger = logging.getLogger(__name__)
+Scores = tuple[TokenLogprob, ...]
 
 
 @dataclass(slots=True)
@@ -36,13 +38,15 @@ class Target:
         self,
         loaded: LoadedModel,
         *,
+        numerics: Kernels = "invariant",
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
     ):
-        self.model = RaggedModel(loaded, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
-        self.row_invariance = self.model.probe_row_invariance()
+        self.model = RaggedModel(loaded, numerics=numerics, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
+        self.row_invariance = self.model.row_invariance
         """Whether text is the same to the last bit at any depth, batch and chunking."""
-        logger.info("%s: %s", loaded.name, self.row_invariance.verdict)
+        level = logging.INFO if self.row_invariance.holds else logging.WARNING
+        logger.log(level, "%s: numerics %s, %s", loaded.name, self.model.numerics, self.row_invariance.verdict)
         self._info = self.model.info
         self._sequences: dict[str, _Held] = {}
 
@@ -50,6 +54,11 @@ class Target:
     def info(self) -> ModelInfo:
         """Sizes, identity and step times, fixed after loading."""
         return self._info
+
+    @property
+    def near_tie_tolerance(self) -> float:
+        """Margin between the two largest processed logits below which another batch may choose the other; 0 = never."""
+        return 0.0 if self.row_invariance.holds else NEAR_TIE[self.model.loaded.dtype]
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyReply:
@@ -113,10 +122,12 @@ class Target:
             return []
         held = [self._sequences[item.sequence_id] for item in items]
         chunks = [
-            Chunk(state.cached, item.tokens + item.draft, len(item.draft) + 1 if item.sample else 0)
-            for item, state in zip(items, held, strict=True)
+            Chunk(state.cached, item.tokens + item.draft, _num_logits(item)) for item, state in zip(items, held, strict=True)
         ]
         logits = self.model.forward(chunks)
+        scores: Sequence[Scores | None] = [None] * len(items)
+        if any(item.scored for item in items):
+            scores, logits = _score(items, held, logits)
         sampled = [
             SampledSequence(state.context.params, state.context.prompt_length, state.cached.ids, item.draft, item.draft_probs)
             for item, state in zip(items, held, strict=True)
@@ -124,12 +135,14 @@ class Target:
         ]
         decisions = iter(decide(logits, sampled, self._info.eos_token_ids) if sampled else ())
         return [
-            self._settle(item, state.cached, next(decisions)) if item.sample else Verdict(sequence_id=item.sequence_id)
-            for item, state in zip(items, held, strict=True)
+            self._settle(item, state.cached, next(decisions) if item.sample else None, own)
+            for item, state, own in zip(items, held, scores, strict=True)
         ]
 
-    def _settle(self, item: VerifyItem, cached: CachedSequence, decision: Decision) -> Verdict:
+    def _settle(self, item: VerifyItem, cached: CachedSequence, decision: Decision | None, scores: Scores | None) -> Verdict:
         """Forget the rejected part of the draft, or everything new when the logits were useless."""
+        if decision is None:
+            return Verdict(sequence_id=item.sequence_id, prompt_logprobs=scores)
         if decision.error is not None:
             self.model.cache.truncate(cached, item.base_length)
             return Verdict(sequence_id=item.sequence_id, error=decision.error)
@@ -139,4 +152,26 @@ class Target:
             accepted=decision.accepted,
             tokens=(*item.draft[: decision.accepted], decision.token),
             logprobs=decision.logprobs,
+            prompt_logprobs=scores,
         )
+
+
+def _num_logits(item: VerifyItem) -> int:
+    """Rows at the end of a chunk that are sampled or, where some are scored, all from the first of these on."""
+    if item.scored:
+        return len(item.tokens) - item.first_scored + len(item.draft)
+    return len(item.draft) + 1 if item.sample else 0
+
+
+def _score(items: Sequence[VerifyItem], held: Sequence[_Held], logits: Tensor) -> tuple[list[Scores | None], Tensor]:
+    """Score the prompts' rows of logits [Σ `_num_logits`, V]; returns the scores per item, and the rows that are sampled."""
+    scores: list[Scores | None] = []
+    sampled: list[int] = []
+    row = 0
+    for item, state in zip(items, held, strict=True):
+        num_top, end = state.context.params.prompt_logprobs or 0, row + _num_logits(item)
+        rows = logits[row : row + len(item.scored)].float()
+        scores.append(token_logprobs(rows, list(item.scored), num_top) if item.scored else None)
+        sampled += range(end - len(item.draft) - 1, end) if item.sample else ()
+        row = end
+    return scores, logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]

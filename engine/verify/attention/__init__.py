@@ -7,7 +7,7 @@ functions registered here find the batch they serve in a context variable, since
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from engine.verify.kv_cache import CachedSequence, KVCache, LayerCache
 
 NAME = "outrider"
 """Name of our attention in transformers' tables."""
+Kernels = Literal["fast", "invariant"]
+"""The fastest, or those by which a row's bits do not depend on its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ class Backend(Protocol):
         """Attention of query [T, Hq, D] over the cached K and V, new tokens included: heads side by side, [T, Hq * Dv]."""
 
 
-MakeBackend = Callable[[Sequence[Chunk], int, torch.device], Backend]
-"""(chunks, block size, device) -> their attention. The blocks must already have room for the new tokens."""
+MakeBackend = Callable[[Sequence[Chunk], int, torch.device, Kernels], Backend]
+"""(chunks, block size, device, kernels) -> their attention. The blocks must already have room for the new tokens."""
 
 
 @dataclass(slots=True)

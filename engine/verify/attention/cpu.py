@@ -1,23 +1,28 @@
-"""Attention with torch's own kernels over padded groups of sequences: any device, any mask; on CPU in bfloat16 row-invariant.
+"""Attention with torch's own kernels over padded groups of sequences: any device, any mask.
 
-Row invariance means that a row's result has the same bits whatever else is in the batch. The fused kernel provides it under two
-conditions, found by measuring: the number of keys is a multiple of `WIDTH_STEP` (padding gets weight 0 exactly), and none of
-the blocks of `ROW_BLOCK` rows, into which it cuts the queries, has a lone row, which would take another matrix kernel.
+Row invariance means that a row's result has the same bits whatever else is in the batch. In bfloat16 on CPU the fused kernel
+provides it under two conditions, found by measuring: the number of keys is a multiple of `WIDTH_STEP` (padding gets weight 0
+exactly), and none of the blocks of `ROW_BLOCK` rows, into which it cuts the queries, has a lone row, which would take another
+matrix kernel. In float32 the kernels depend on the number of rows, so the invariant products take `INVARIANT_ROWS` at a time.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from engine.verify.attention import AttentionSpec, Chunk, Mask, Window
+from engine.verify.attention import AttentionSpec, Chunk, Kernels, Mask, Window
 from engine.verify.kv_cache import LayerCache
 
 WIDTH_STEP = 64
 ROW_BLOCK = 32
 TILE = 1024
 """Most keys that one explicit product sums over: beyond, oneDNN cuts the sum into parts that depend on its length."""
+INVARIANT_ROWS = 16
+"""Query rows of every invariant product: few, since one token of one head group is padded to them."""
 COPY_COST = 2
 """Copying a key, in query-key pairs."""
 CALL_COST = 600
@@ -71,7 +76,8 @@ class Group:
 class PaddedAttention:
     """Attention of one batch, group by group. ``order`` is how the batch must be packed."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device):
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, kernels: Kernels = "fast"):
+        self._fused, self._explicit = PRODUCTS[kernels]
         if block_size % WIDTH_STEP:
             raise ValueError(f"padded keys must lie in a sequence's own blocks: {block_size} is no multiple of {WIDTH_STEP}")
         planned = plan_groups([Size(len(chunk.ids), len(chunk.sequence.ids) + len(chunk.ids)) for chunk in chunks])
@@ -98,7 +104,7 @@ class PaddedAttention:
         folded = query.view(num_sequences, rows, num_kv, shared, -1).permute(2, 0, 3, 1, 4)
         folded = without_lone_row(folded.reshape(num_kv * num_sequences, shared * rows, -1))
         mask = group.additive_mask(spec.mask, num_kv, shared, query.dtype)
-        attention = fused_attention if _has_fused_form(spec, layer) else explicit_attention
+        attention = self._fused if _has_fused_form(spec, layer) else self._explicit
         out = attention(folded, *group.keys_values(layer), mask, _with_sink_column(spec, folded.shape, num_kv, rows))
         out = out[:, : shared * rows].view(num_kv, num_sequences, shared, rows, -1)
         out = out.permute(1, 3, 0, 2, 4).reshape(num_sequences * rows, -1)
@@ -187,12 +193,16 @@ def _slots(tables: list[list[int]], width: int, block_size: int, device: torch.d
 # --- products ---------------------------------------------------------------------------------------------------------------
 
 
-# query [B, m, D], keys [B, width, D], values [B, width, Dv], mask [B or 1, m, width] or None -> [B, m, Dv]
+class Product(Protocol):
+    """Attention of B products that need not know which sequence and head they are."""
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+        """query [B, m, D], keys [B, width, D], values [B, width, Dv], mask [B or 1, m, width] or None -> [B, m, Dv]."""
 
 
 def fused_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """torch's fused kernel."""
-    return torch.nn.functional.scaled_dot_product_attention(
+    return scaled_dot_product_attention(
         query.unsqueeze(0),
         keys.unsqueeze(0),
         values.unsqueeze(0),
@@ -201,16 +211,58 @@ def fused_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     ).squeeze(0)
 
 
-def explicit_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+def fused_by_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """The fused kernel over blocks of `INVARIANT_ROWS` rows, as a batch of blocks that share keys and values."""
+    num_rows = query.shape[1]
+    query = _row_blocks(query)
+    out = scaled_dot_product_attention(
+        query,
+        keys.expand(len(query), -1, -1, -1),
+        values.expand(len(query), -1, -1, -1),
+        attn_mask=None if mask is None else _row_blocks(mask),
+        scale=spec.scaling,
+    )
+    return out.transpose(0, 1).flatten(1, 2)[:, :num_rows]
+
+
+def explicit_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec, tile: int | None = None
+) -> Tensor:
     """What the fused kernel has no form for; as transformers' eager, with scores and weights rounded to the dtype.
 
     Tiles are added in float32 and in order, so that a further tile of weight 0 changes nothing.
     """
+    tile = tile or TILE
     weights = _weights(torch.bmm(query, keys.contiguous().mT), mask, spec)
     total = torch.zeros((), dtype=torch.float32, device=query.device)
-    for part, part_values in zip(torch.split(weights, TILE, dim=2), torch.split(values, TILE, dim=1), strict=True):
+    for part, part_values in zip(torch.split(weights, tile, dim=2), torch.split(values, tile, dim=1), strict=True):
         total = total + torch.bmm(part.contiguous(), part_values.contiguous())
     return total.to(query.dtype)
+
+
+def explicit_by_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """The same over blocks of `INVARIANT_ROWS` rows and tiles of `WIDTH_STEP` keys: every product has one shape."""
+    blocks = _row_blocks(query)
+    masks = [None] * len(blocks) if mask is None else _row_blocks(mask)
+    sinks = [None] * len(blocks) if spec.sinks is None else _row_blocks(spec.sinks)
+    parts = [
+        explicit_attention(rows, keys, values, hidden, replace(spec, sinks=sink), WIDTH_STEP)
+        for rows, hidden, sink in zip(blocks, masks, sinks, strict=True)
+    ]
+    return torch.cat(parts, dim=1)[:, : query.shape[1]]
+
+
+PRODUCTS: dict[Kernels, tuple[Product, Product]] = {
+    "fast": (fused_attention, explicit_attention),
+    "invariant": (fused_by_rows, explicit_by_rows),
+}
+"""What is used where the fused kernel has a form, and elsewhere."""
+
+
+def _row_blocks(rows: Tensor) -> Tensor:
+    """rows [B, m, X], padded with zeros, as [blocks, B, INVARIANT_ROWS, X]."""
+    padded = pad(rows, (0, 0, 0, -rows.shape[1] % INVARIANT_ROWS))
+    return padded.view(len(rows), -1, INVARIANT_ROWS, rows.shape[2]).transpose(0, 1)
 
 
 def _has_fused_form(spec: AttentionSpec, layer: LayerCache) -> bool:

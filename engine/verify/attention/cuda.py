@@ -1,12 +1,13 @@
 """Attention with torch's paged variable-length kernel, one call for the whole batch."""
 
+import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from engine.verify.attention import AttentionSpec, Chunk, Window
+from engine.verify.attention import AttentionSpec, Chunk, Kernels, Window
 from engine.verify.attention.cpu import PaddedAttention
 from engine.verify.kv_cache import LayerCache
 
@@ -15,12 +16,17 @@ BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
 
 
+def has_paged_kernel() -> bool:
+    """Whether this build of torch attends over pages, in one order for every batch."""
+    return {"block_table", "seqused_k", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
 class VarlenAttention:
     """Attention of one batch. Calls that the kernel has no form for (caps, sinks, odd masks) go to `PaddedAttention`."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device):
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device, kernels: Kernels = "fast"):
         self._block_size = block_size
-        self._padded = PaddedAttention(chunks, block_size, device)
+        self._padded = PaddedAttention(chunks, block_size, device, kernels)
         self.order = self._padded.order
         ordered = [chunks[i] for i in self.order]
         counts = [len(chunk.ids) for chunk in ordered]

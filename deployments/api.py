@@ -353,7 +353,7 @@ class _Deltas:
             await self._queue.put(error)
 
     async def _forward(self, index: int, request: GenerateRequest) -> None:
-        if request.params.max_tokens == 0:  # echo alone: there is nothing to generate
+        if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:  # nothing but the prompt's text
             await self._queue.put(
                 (index, Delta(request_id=request.request_id, token_ids=(), finish_reason=FinishReason.LENGTH))
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from deployments.api import ApiState
 from deployments.openai import Answer, Job, ServedModel, validate_chat, validate_completion
+from deployments.schema import token_logprob
 from engine.config import OutriderConfig
 from engine.errors import InvalidRequest
 
@@ -30,7 +31,10 @@ def load_served_model(config: OutriderConfig) -> ServedModel:
 async def stream_call(
     state: ApiState, prompt: str | list[dict[str, Any]], params: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield ``{"text", "finish_reason"}`` per round; the last one also has ``usage`` and ``seed``."""
+    """Yield ``{"text", "finish_reason"}`` per round; the last one also has ``usage`` and ``seed``.
+
+    With logprobs every piece has ``logprobs`` too, an entry per token in the form of OpenAI's chats.
+    """
     job = await asyncio.to_thread(_job, state, prompt, params)
     answer = Answer(job, state.model)
     seed = None
@@ -39,6 +43,8 @@ async def stream_call(
             part = answer.feed(0, delta)
             seed = part.seed if part.seed is not None else seed
             piece: dict[str, Any] = {"text": part.text, "finish_reason": part.finish_reason and str(part.finish_reason)}
+            if part.entries is not None:
+                piece["logprobs"] = [token_logprob(entry) for entry in part.entries]
             if delta.finish_reason is not None:
                 piece |= {"usage": _usage(answer), "seed": seed}
             yield piece
@@ -46,11 +52,11 @@ async def stream_call(
 
 async def complete_call(state: ApiState, prompt: str | list[dict[str, Any]], params: dict[str, Any]) -> dict[str, Any]:
     """The pieces of `stream_call` joined."""
-    text, last = "", {}
-    async for piece in stream_call(state, prompt, params):
-        text += piece["text"]
-        last = piece
-    return {**last, "text": text}
+    pieces = [piece async for piece in stream_call(state, prompt, params)]
+    whole = {**pieces[-1], "text": "".join(piece["text"] for piece in pieces)}
+    if "logprobs" in whole:
+        whole["logprobs"] = [entry for piece in pieces for entry in piece["logprobs"]]
+    return whole
 
 
 def _job(state: ApiState, prompt: str | list[dict[str, Any]], params: dict[str, Any]) -> Job:

@@ -62,6 +62,14 @@ class ChatTokenizer(Tokenizer, Protocol):
 
     chat_template: Any
 
+    def __call__(
+        self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool
+    ) -> Mapping[str, list[tuple[int, int]]]:
+        """``offset_mapping``: the characters of ``text`` that each token stands for, (0, 0) for tokens that were added.
+
+        Raises NotImplementedError where the tokenizer cannot tell.
+        """
+
     def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool) -> str:
         """The prompt's text with its special tokens; raises `jinja2.TemplateError` for a chat that the template refuses."""
 
@@ -96,6 +104,8 @@ class Job:
     requests: tuple[GenerateRequest, ...]
     echo: tuple[str, ...]
     """Per choice, the text that is repeated before the answer; empty if not asked for."""
+    echo_offsets: tuple[tuple[int, ...], ...]
+    """Per choice, where each token of the prompt begins in that text; empty without logprobs."""
     num_prompt_tokens: int
     """Over all prompts, each once however many choices it has."""
     stream: bool
@@ -107,13 +117,14 @@ class _Prompt:
     field: str
     ids: Sequence[int]
     echo: str = ""
+    echo_offsets: tuple[int, ...] = ()
 
 
 def validate_chat(body: Mapping[str, Any], limits: ApiConfig, model: ServedModel) -> Job:
     """Check a body of /v1/chat/completions and tokenise it; raises `InvalidRequest`, or `ApiError` with a code of its own."""
     request = parse(ChatCompletionRequest, body)
     _check_scope(request, 1, limits, model)
-    params = _sampling(request, (request.top_logprobs or 0) if request.logprobs else None, limits, model)
+    params = _sampling(request, (request.top_logprobs or 0) if request.logprobs else None, model)
     prompt = _chat_prompt(request.messages, model)
     wanted = request.max_completion_tokens or request.max_tokens
     return _job(ChatShape(), request, [prompt], _Length(wanted, limits.default_max_tokens, model.max_context), params, model)
@@ -123,8 +134,10 @@ def validate_completion(body: Mapping[str, Any], limits: ApiConfig, model: Serve
     """Check a body of /v1/completions and tokenise it; raises `InvalidRequest`, or `ApiError` with a code of its own."""
     request = parse(CompletionRequest, body)
     _check_scope(request, len(request.prompt), limits, model)
-    params = _sampling(request, request.logprobs, limits, model)
-    prompts = [_completion_prompt(prompt, bool(request.echo), model) for prompt in request.prompt]
+    params = _sampling(request, request.logprobs, model)
+    if request.echo:
+        params = msgspec.structs.replace(params, prompt_logprobs=request.logprobs)
+    prompts = [_completion_prompt(prompt, request, model) for prompt in request.prompt]
     default = limits.default_max_tokens or DEFAULT_COMPLETION_TOKENS
     return _job(CompletionShape(), request, prompts, _Length(request.max_tokens, default, model.max_context), params, model)
 
@@ -193,6 +206,7 @@ def _job(
         head=head,
         requests=tuple(requests),
         echo=tuple(prompt.echo for prompt in prompts for _ in range(request.n or 1)),
+        echo_offsets=tuple(prompt.echo_offsets for prompt in prompts for _ in range(request.n or 1)),
         num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
@@ -216,7 +230,7 @@ def model_not_found(name: str, model: ServedModel) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def _sampling(request: SamplingFields, logprobs: int | None, limits: ApiConfig, model: ServedModel) -> SamplingParams:
+def _sampling(request: SamplingFields, logprobs: int | None, model: ServedModel) -> SamplingParams:
     """All that the choices share; seed and max_tokens are set for each."""
     same = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
     speculation = request.speculation or Speculation()
@@ -237,7 +251,10 @@ def _logit_bias(bias: Mapping[str, float], model: ServedModel) -> dict[int, floa
     if wrong is not None:
         raise InvalidRequest(f"logit_bias has the key '{wrong[:40]}': keys are token ids", "logit_bias")
     ids = _in_vocabulary("logit_bias", [int(key) for key in bias], model)
-    return dict(zip(ids, bias.values(), strict=True))
+    biases = dict(zip(ids, bias.values(), strict=True))
+    if len(biases) < len(bias):
+        raise InvalidRequest("logit_bias names the same token twice, such as '7' and '07'", "logit_bias")
+    return biases
 
 
 def _in_vocabulary(name: str, ids: Sequence[int], model: ServedModel) -> Sequence[int]:
@@ -268,12 +285,39 @@ def _turn(message: Message) -> dict[str, str]:
     return turn if message.name is None else {**turn, "name": message.name}
 
 
-def _completion_prompt(prompt: str | list[int], echo: bool, model: ServedModel) -> _Prompt:
+def _completion_prompt(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> _Prompt:
+    scored = bool(request.echo) and request.logprobs is not None
     if isinstance(prompt, str):
         ids: Sequence[int] = model.tokenizer.encode(prompt, add_special_tokens=True)
-        return _not_empty(_Prompt("prompt", ids, prompt if echo else ""))
+        offsets = _offsets_in_text(prompt, model) if scored else ()
+        return _not_empty(_Prompt("prompt", ids, prompt if request.echo else "", offsets))
     ids = _in_vocabulary("prompt", prompt, model)
-    return _not_empty(_Prompt("prompt", ids, model.tokenizer.decode(ids, skip_special_tokens=True) if echo else ""))
+    text = model.tokenizer.decode(ids, skip_special_tokens=True) if request.echo else ""
+    return _not_empty(_Prompt("prompt", ids, text, _offsets_in_decoded(ids, model) if scored else ()))
+
+
+def _offsets_in_text(text: str, model: ServedModel) -> tuple[int, ...]:
+    """Where each token begins: its first character, or the white space before it that some tokenizers leave to nobody."""
+    try:
+        encoded = model.tokenizer(text, add_special_tokens=True, return_offsets_mapping=True)
+    except NotImplementedError:
+        message = "this model's tokenizer does not tell where its tokens begin: for echo with logprobs send token ids"
+        raise InvalidRequest(message, "echo") from None
+    offsets, reached, offset = [], 0, 0
+    for start, end in encoded["offset_mapping"]:
+        offset = max(offset, min(start, reached))
+        offsets.append(offset)
+        reached = max(reached, end)
+    return tuple(offsets)
+
+
+def _offsets_in_decoded(ids: Sequence[int], model: ServedModel) -> tuple[int, ...]:
+    stream = TextStream(model.tokenizer)
+    offsets = []
+    for token_id in ids:
+        offsets.append(stream.num_characters)
+        stream.push(token_id)
+    return tuple(offsets)
 
 
 def _not_empty(prompt: _Prompt) -> _Prompt:
@@ -287,7 +331,8 @@ class Answer:
 
     def __init__(self, job: Job, model: ServedModel):
         self._job = job
-        self._choices = [_Choice(request, echo, model) for request, echo in zip(job.requests, job.echo, strict=True)]
+        echoes = zip(job.requests, job.echo, job.echo_offsets, strict=True)
+        self._choices = [_Choice(request, echo, offsets, model) for request, echo, offsets in echoes]
 
     def feed(self, index: int, delta: Delta) -> Part:
         """What ``delta`` adds to choice ``index``; raises `ApiError` if the choice failed."""
@@ -317,24 +362,28 @@ class Answer:
 
 
 class _Choice:
-    def __init__(self, request: GenerateRequest, echo: str, model: ServedModel):
+    def __init__(self, request: GenerateRequest, echo: str, echo_offsets: Sequence[int], model: ServedModel):
         self.num_tokens = 0
         self.num_drafted = 0
         self.num_accepted = 0
         self._params = request.params
+        self._prompt_ids = request.prompt_ids
         self._model = model
         self._text = TextStream.for_request(model.tokenizer, request)
         self._silent_ends = model.eos_token_ids.union(request.params.stop_token_ids)
         self._echo: str | None = echo
         """Until the first part has been made."""
+        self._echo_offsets = echo_offsets
+        self._start = len(echo)
+        """Characters before the answer."""
 
     def feed(self, delta: Delta) -> Part:
         _raise_failure(delta)
         logprobs = self._logprobs(delta)
-        text, entries = self._echo or "", []
+        text, entries = self._echo or "", self._echo_entries(delta)
         for position, token_id in enumerate(delta.token_ids):
             if logprobs is not None:
-                entries.append(self._entry(logprobs[position]))
+                entries.append(self._entry(logprobs[position], self._start + self._text.num_characters))
             if not self._ends_silently(delta, position):
                 text += self._text.push(token_id)
         if delta.finish_reason is not None:
@@ -357,13 +406,24 @@ class _Choice:
             raise RuntimeError(f"{len(delta.token_ids)} tokens came with {len(logprobs)} logprobs")
         return logprobs
 
-    def _entry(self, logprob: TokenLogprob) -> TokenEntry:
+    def _echo_entries(self, delta: Delta) -> list[TokenEntry]:
+        """The tokens of the prompt, in the first part of a choice that wants them scored."""
+        if self._echo is None or self._params.prompt_logprobs is None:
+            return []
+        scores = delta.prompt_logprobs or ()
+        if len(scores) != len(self._prompt_ids) - 1:
+            raise RuntimeError(f"a prompt of {len(self._prompt_ids)} tokens came with {len(scores)} logprobs")
+        first = TokenText(self._model.token_bytes(self._prompt_ids[0]), 0.0)
+        entries = [TokenEntry(first, (), self._echo_offsets[0], has_logprob=False)]
+        return entries + [self._entry(score, at) for score, at in zip(scores, self._echo_offsets[1:], strict=True)]
+
+    def _entry(self, logprob: TokenLogprob, offset: int) -> TokenEntry:
         token_bytes = self._model.token_bytes
         top = logprob.top[: self._params.logprobs]
         return TokenEntry(
             chosen=TokenText(token_bytes(logprob.token_id), logprob.logprob),
             top=tuple(TokenText(token_bytes(token_id), value) for token_id, value in top),
-            offset=self._text.num_characters,
+            offset=offset,
         )
 
 

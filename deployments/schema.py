@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from engine.errors import InvalidRequest, OutriderError, Overloaded
+from engine.types import MAX_ALTERNATIVES, MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingRule
 
 MAX_STOP_CHARACTERS = 1000
 """Longest stop string; each costs a table of its length and a step per character of text."""
@@ -155,7 +156,7 @@ def _text_of_part(part: Any) -> str:
 Unit = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Alternatives = Annotated[int, Field(ge=0, le=20)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 
 
 class _Fields(BaseModel):
@@ -178,8 +179,8 @@ class StreamOptions(_Closed):
 class Speculation(_Closed):
     """This server's own field: bounds how one request is drafted. It cannot change the text's distribution."""
 
-    max_depth: Annotated[int, Field(ge=0)] | None = None
-    rule: Literal["coupled", "rejection"] | None = None
+    max_depth: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    rule: SamplingRule | None = None
 
 
 class SamplingFields(_Fields):
@@ -194,16 +195,16 @@ class SamplingFields(_Fields):
     stop: Annotated[list[str], PlainValidator(_stop_strings)] = []
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """0 and -1 both switch it off."""
     min_p: Unit | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     speculation: Speculation | None = None
 
     @model_validator(mode="after")
@@ -244,7 +245,7 @@ class ChatCompletionRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    """Body of POST /v1/completions. ``max_tokens`` 0 is for ``echo`` alone: it returns the prompt."""
+    """Body of POST /v1/completions. ``max_tokens`` 0 is for ``echo``: it returns the prompt, with ``logprobs`` scored."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Alternatives | None = None
@@ -252,8 +253,6 @@ class CompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo is not supported with logprobs: those of the prompt are not computed", "echo")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1 (0 is for echo)", "max_tokens")
         return self
@@ -337,11 +336,13 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """One generated token with its alternatives. ``offset`` counts characters of the choice's text before it."""
+    """One token with its alternatives. ``offset`` counts characters of the choice's text before it."""
 
     chosen: TokenText
     top: tuple[TokenText, ...]
     offset: int
+    has_logprob: bool = True
+    """False for the first token of an echoed prompt, which nothing precedes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +418,7 @@ class ChatShape:
         return self._finish({"index": index, "message": {"role": "assistant", "content": part.text, "refusal": None}}, part)
 
     def _finish(self, choice: dict[str, Any], part: Part) -> dict[str, Any]:
-        entries = None if part.entries is None else [_chat_entry(entry) for entry in part.entries]
+        entries = None if part.entries is None else [token_logprob(entry) for entry in part.entries]
         choice["logprobs"] = None if entries is None else {"content": entries, "refusal": None}
         return _with_end(choice, part)
 
@@ -485,15 +486,16 @@ def _chat_token(token: TokenText) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.shown_logprob, "bytes": list(token.raw)}
 
 
-def _chat_entry(entry: TokenEntry) -> dict[str, Any]:
+def token_logprob(entry: TokenEntry) -> dict[str, Any]:
+    """One token's logprob and its alternatives, as in OpenAI's chats."""
     return {**_chat_token(entry.chosen), "top_logprobs": [_chat_token(token) for token in entry.top]}
 
 
 def _completion_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
     return {
         "tokens": [entry.chosen.text for entry in entries],
-        "token_logprobs": [entry.chosen.shown_logprob for entry in entries],
-        "top_logprobs": [_by_text((*entry.top, entry.chosen)) for entry in entries],
+        "token_logprobs": [entry.chosen.shown_logprob if entry.has_logprob else None for entry in entries],
+        "top_logprobs": [_by_text((*entry.top, entry.chosen)) if entry.has_logprob else None for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
 

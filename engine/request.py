@@ -8,7 +8,18 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.text import TextStream, TokenDecoder
-from engine.types import FinishReason, GenerateRequest, ModelInfo, SamplingParams, SequenceContext, TokenLogprob
+from engine.types import (
+    MAX_ALTERNATIVES,
+    MAX_BIASED_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    SAMPLING_RULES,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    SamplingParams,
+    SequenceContext,
+    TokenLogprob,
+)
 
 
 class State(StrEnum):
@@ -86,6 +97,9 @@ class Request:
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_rounds = 0
+        asked = self.params.prompt_logprobs is not None and not request.output_ids
+        self._scores: list[TokenLogprob] | None = [] if asked else None
+        """Of the prompt, from its second token on, until they are handed out. Output made elsewhere means that they were."""
         self._text: TextStream | None = None
         if self.params.stop:
             if decoder is None:
@@ -113,6 +127,27 @@ class Request:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise InvalidTransitionError(f"request {self.id}: no '{event}' in state '{self.state}'") from None
+
+    def unscored(self, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """Tokens of the prompt that are still to be scored and whose rows lie in [start, end).
+
+        The row of position i scores the token at i + 1. Returns the first such row, counted from ``start``, and the tokens.
+        """
+        if self._scores is None:
+            return 0, ()
+        first = max(len(self._scores), start)
+        tokens = tuple(self.ids[first + 1 : end + 1])  # nothing but the prompt until the scores are handed out
+        return (first - start, tokens) if tokens else (0, ())
+
+    def add_scores(self, scores: tuple[TokenLogprob, ...]) -> None:
+        """Keep the logprobs of the tokens that `unscored` named."""
+        if self._scores is not None:
+            self._scores += scores
+
+    def take_scores(self) -> tuple[TokenLogprob, ...] | None:
+        """The logprobs of the prompt, once, for the first delta; None where nobody asked for them."""
+        scores, self._scores = self._scores, None
+        return None if scores is None else tuple(scores)
 
     def commit(
         self, run: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, eos_token_ids: frozenset[int]
@@ -153,12 +188,13 @@ _RANGES: dict[str, tuple[_Bounds, str]] = {
     "presence_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2"),
     "frequency_penalty": (lambda v: -2 <= v <= 2, "a number from -2 to 2"),
     "seed": (lambda v: 0 <= v < 1 << 64, "an integer of 64 bits"),
-    "max_tokens": (lambda v: v >= 1, "at least 1"),
+    "max_tokens": (lambda v: v >= 0, "0 or more"),
     "min_tokens": (lambda v: v >= 0, "0 or more"),
-    "logprobs": (lambda v: 0 <= v <= 20, "a number from 0 to 20"),
-    "max_depth": (lambda v: v >= 0, "0 (off) or more"),
+    "logprobs": (lambda v: 0 <= v <= MAX_ALTERNATIVES, f"a number from 0 to {MAX_ALTERNATIVES}"),
+    "prompt_logprobs": (lambda v: 0 <= v <= MAX_ALTERNATIVES, f"a number from 0 to {MAX_ALTERNATIVES}"),
+    "max_depth": (lambda v: 0 <= v < 1 << 31, "0 (off) or more"),
 }
-_RULES = ("coupled", "rejection")
+_MOST = {"logit_bias": MAX_BIASED_TOKENS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 
 
 def check_request(request: GenerateRequest, info: ModelInfo) -> None:
@@ -168,8 +204,14 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         value = getattr(params, field)
         if value is not None and not inside(value):
             raise InvalidRequest(f"{field} must be {meaning}, got {value}", field)
-    if params.rule not in _RULES:
-        raise InvalidRequest(f"speculation.rule must be one of {', '.join(_RULES)}, got '{params.rule}'", "speculation")
+    for field, most in _MOST.items():
+        if (count := len(getattr(params, field))) > most:
+            raise InvalidRequest(f"{field} holds {count} entries; at most {most} are allowed", field)
+    if params.rule not in SAMPLING_RULES:
+        names = ", ".join(SAMPLING_RULES)
+        raise InvalidRequest(f"speculation.rule must be one of {names}, got '{params.rule}'", "speculation")
+    if params.max_tokens == 0 and params.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens must be at least 1 (0 is for the logprobs of the prompt)", "max_tokens")
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(f"min_tokens ({params.min_tokens}) is above max_tokens ({params.max_tokens})", "min_tokens")
     if any(not text for text in params.stop):
@@ -208,7 +250,7 @@ def _check_ids(field: str, ids: "dict[int, float] | tuple[int, ...]", vocab_size
 
 def _check_room(request: GenerateRequest, info: ModelInfo) -> None:
     num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
-    if len(request.output_ids) >= max_tokens:
+    if request.output_ids and len(request.output_ids) >= max_tokens:
         raise InvalidRequest(f"all {max_tokens} tokens that max_tokens asks for were made already", "max_tokens")
     wanted = num_prompt + max_tokens
     if wanted > info.max_context:

@@ -5,6 +5,7 @@ driver (`engine.drivers`) asks the models, in this process or over a network. No
 target has answered, so a driver may abandon a round at any point and play another.
 """
 
+import math
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from engine.types import (
     ProposeReply,
     ProposeRequest,
     StepReport,
+    TokenLogprob,
     Verdict,
     VerifyItem,
     VerifyReply,
@@ -170,6 +172,7 @@ def _verify_request(round_id: int, plan: Plan, proposals: dict[str, Proposal], r
 
 def _verify_item(item: Planned, proposal: Proposal | None) -> VerifyItem:
     request = item.request
+    first_scored, scored = request.unscored(item.start, item.end)
     return VerifyItem(
         sequence_id=request.id,
         base_length=item.start,
@@ -178,6 +181,8 @@ def _verify_item(item: Planned, proposal: Proposal | None) -> VerifyItem:
         draft_probs=proposal.probs if proposal else None,
         context=request.context if item.start == 0 else None,
         sample=item.sample,
+        scored=scored,
+        first_scored=first_scored,
     )
 
 
@@ -196,16 +201,44 @@ class _Settled:
 def _settle(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verdict: Verdict) -> _Settled:
     request = item.request
     if verdict.error is not None:
-        scheduler.remove(request, Event.FAIL)
-        return _Settled(make_delta(request, FinishReason.ERROR, error=verdict.error))
+        return _fail(scheduler, request, verdict.error)
     if verdict.need_context:
         request.apply(Event.LOSE_CACHE)
         request.target_length = 0
         return _Settled()
+    scores = verdict.prompt_logprobs or ()
+    problem = _problem_of_scores(scores, request.unscored(item.start, item.end)[1])
+    if problem is not None:
+        return _fail(scheduler, request, problem)
+    request.add_scores(scores)
     if not item.sample:
-        request.target_length = item.end
-        return _Settled(prefilled=item.end - item.start)
+        return _prefill(scheduler, item)
     return _commit(scheduler, item, proposal, verdict)
+
+
+def _problem_of_scores(scores: tuple[TokenLogprob, ...], wanted: tuple[int, ...]) -> str | None:
+    if len(scores) != len(wanted):
+        return f"the target scored {len(scores)} of {len(wanted)} tokens of the prompt"
+    if any(math.isnan(score.logprob) for score in scores):
+        return "the prompt cannot be scored: the logits are not finite numbers"
+    return None
+
+
+def _fail(scheduler: Scheduler, request: Request, error: str) -> _Settled:
+    scheduler.remove(request, Event.FAIL)
+    return _Settled(make_delta(request, FinishReason.ERROR, error=error))
+
+
+def _prefill(scheduler: Scheduler, item: Planned) -> _Settled:
+    request, prefilled = item.request, item.end - item.start
+    request.target_length = item.end
+    if item.end < len(request.ids):
+        return _Settled(prefilled=prefilled)
+    # Nothing is left to process and nothing is to be sampled: max_tokens is 0, the request wants its prompt scored.
+    request.apply(Event.CAUGHT_UP)
+    scheduler.remove(request, Event.FINISH)
+    delta = make_delta(request, FinishReason.LENGTH, prompt_logprobs=request.take_scores())
+    return _Settled(delta, prefilled=prefilled)
 
 
 def _commit(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verdict: Verdict) -> _Settled:
@@ -232,6 +265,7 @@ def _commit(scheduler: Scheduler, item: Planned, proposal: Proposal | None, verd
         committed.finish_reason,
         tokens=committed.tokens,
         logprobs=committed.logprobs,
+        prompt_logprobs=request.take_scores(),
         stop_string=committed.stop_string,
         depth=drafted,
     )

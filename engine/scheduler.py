@@ -56,8 +56,8 @@ class Planned:
 
     @property
     def sample(self) -> bool:
-        """Whether the target has seen all committed tokens after this, so that it can commit the next."""
-        return self.end == len(self.request.ids)
+        """Whether the target has seen all committed tokens after this, so that it can commit the next, if one is wanted."""
+        return self.end == len(self.request.ids) and self.request.params.max_tokens > 0
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -10,12 +11,16 @@ import httpx
 import jinja2
 import openai
 import pytest
+import torch
 import uvicorn
 
 from deployments.api import ApiState, build_http_app
 from deployments.openai import ServedModel
 from engine.config import ApiConfig
+from engine.drivers import AsyncDriver
 from engine.errors import InvalidRequest, Overloaded
+from engine.scheduler import FixedDepth, Scheduler
+from engine.testing import TableModel
 from engine.text import TextStream
 from engine.types import Delta, FinishReason, TokenLogprob
 
@@ -37,6 +42,9 @@ class ByteTokenizer:
 
     def convert_ids_to_tokens(self, ids):
         return f"<0x{ids:02X}>"
+
+    def __call__(self, text, *, add_special_tokens, return_offsets_mapping):
+        return {"offset_mapping": [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]}
 
     def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
         if conversation[0]["content"] == "refuse me":
@@ -186,6 +194,44 @@ def gather(events, index=0):
     """Choice ``index`` of a stream: its text and its finish reasons."""
     choices = [c for e in events if e != "[DONE]" for c in e["choices"] if c["index"] == index]
     return "".join(map(text_of, choices)), [c["finish_reason"] for c in choices]
+
+
+def byte_table():
+    """Logits [258, 258] of a model that says the alphabet on and on, and is a little unsure."""
+    logits = torch.randn(258, 258, generator=torch.Generator().manual_seed(1))
+    for letter in range(97, 123):
+        logits[letter, 97 + (letter - 96) % 26] = 9.0
+    return logits
+
+
+class Inside:
+    """Models in this process, as the driver of a lane knows them."""
+
+    available = True
+
+    def __init__(self, model):
+        self._model = model
+
+    async def verify(self, request):
+        return self._model.verify(request)
+
+    async def propose(self, request):
+        return self._model.propose(request)
+
+
+@contextlib.asynccontextmanager
+async def serving(target, draft=None, prefill_tokens=64):
+    """A client of the application over a real lane: rounds, drafts and sampling, with tables for models."""
+    target = TableModel(target, eos_token_ids=(EOS,))
+    scheduler = Scheduler(target.info, FixedDepth(3), max_batch=8, prefill_tokens=prefill_tokens, max_waiting=8)
+    source = Inside(TableModel(target.table if draft is None else draft, eos_token_ids=(EOS,)))
+    driver = AsyncDriver(Inside(target), source, scheduler, TOKENIZER)
+    task = asyncio.create_task(driver.run())
+    try:
+        async with connect(FakeLanes(driver.generate)) as client:
+            yield client
+    finally:
+        task.cancel()
 
 
 async def until(condition):
@@ -439,6 +485,69 @@ async def test_echo():
     assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("hi", "length")
     assert body["usage"]["completion_tokens"] == 0
     assert len(lanes.requests) == num_requests
+
+
+async def test_echo_with_logprobs():
+    """Guards: OpenAI's legacy form of a scored prompt missed: null first, offsets through prompt and answer, the same numbers
+    streamed or not and whatever the drafts do; max_tokens 0 that samples a token, or is answered without asking the model."""
+    table = byte_table()
+    async with serving(table, prefill_tokens=3) as client:
+        for prompt in ("the a", list(b"the a"), ["the a", "b"]):
+            fields = {"prompt": prompt, "echo": True, "logprobs": 2, "temperature": 0}
+            none, some = [
+                (await client.post("/v1/completions", json=completion(**fields, max_tokens=count))).json() for count in (0, 20)
+            ]
+            events = await stream(client, "/v1/completions", **fields, max_tokens=20)
+            logprobs = some["choices"][0]["logprobs"]
+            text = some["choices"][0]["text"]
+            assert text[:5] == none["choices"][0]["text"] == "the a"
+            assert (none["choices"][0]["finish_reason"], none["usage"]["completion_tokens"]) == ("length", 0)
+            assert none["choices"][0]["logprobs"] == {name: values[:5] for name, values in logprobs.items()}
+            assert "".join(logprobs["tokens"]) == text
+            assert len(text) == 25
+            assert logprobs["text_offset"] == list(range(25))
+            exact = table.log_softmax(dim=-1)
+            expected = [float(exact[ord(a), ord(b)]) for a, b in itertools.pairwise(text)]
+            assert logprobs["token_logprobs"] == [None, *expected]
+            assert logprobs["top_logprobs"][0] is None
+            assert all(text[i] in top and len(top) in (2, 3) for i, top in enumerate(logprobs["top_logprobs"]) if i)
+            own = [c for e in events[:-1] for c in e["choices"] if c["index"] == 0]
+            assert [value for c in own for value in c["logprobs"]["token_logprobs"]] == logprobs["token_logprobs"]
+            assert "".join(c["text"] for c in own) == text
+
+
+async def test_logits_that_are_no_numbers_fail_one_request():
+    """Guards: a token made from NaN, a round that fails for everybody, or a half answer that looks complete (case L31)."""
+    table = byte_table()
+    sick, healthy = "mnop", "abcd"
+    table[ord("r")] = float("nan")
+    fields = {"temperature": 0, "max_tokens": 12}
+    async with serving(table) as client:
+        alone = (await client.post("/v1/completions", json=completion(prompt=healthy, **fields))).json()["choices"][0]
+        failed, scored, streamed, beside = await asyncio.gather(
+            client.post("/v1/completions", json=completion(prompt=sick, **fields)),
+            client.post("/v1/completions", json=completion(prompt="qrs", echo=True, logprobs=0, **fields)),
+            stream(client, "/v1/completions", prompt=sick, **fields),
+            client.post("/v1/completions", json=completion(prompt=healthy, **fields)),
+        )
+        after = (await client.post("/v1/completions", json=completion(prompt=healthy, **fields))).json()["choices"][0]
+    for error in (failed.json()["error"], scored.json()["error"], streamed[-1]["error"]):
+        assert error["code"] == "generation_failed"
+        assert "logits are not finite" in error["message"]
+    assert (failed.status_code, scored.status_code) == (500, 500)
+    assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) in ("q", "qr")
+    assert alone["text"] == beside.json()["choices"][0]["text"] == after["text"] == "efghijklmnopqrstuvwx"[:12]
+
+
+async def test_draft_logits_that_are_no_numbers_change_nothing():
+    """Guards: a draft token made from NaN, or a draft's failure that reaches the request (case L31)."""
+    broken = byte_table()
+    broken[ord("g")] = float("nan")
+    fields = {"prompt": "ab", "temperature": 0, "max_tokens": 12}
+    async with serving(byte_table(), broken) as client:
+        reply = await client.post("/v1/completions", json=completion(**fields))
+    assert reply.json()["choices"][0]["text"] == "cdefghijklmn"
+    assert reply.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
 # Several choices

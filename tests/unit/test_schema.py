@@ -3,12 +3,16 @@ import subprocess
 import sys
 
 import jinja2
+import msgspec
 import pytest
 
 from deployments.openai import ServedModel, choice_seed, validate_chat, validate_completion
 from deployments.schema import ApiError, TokenText, as_api_error
-from engine.config import ApiConfig
+from engine.config import ApiConfig, parse_config
 from engine.errors import InvalidRequest, ModelError, Overloaded
+from engine.request import check_request
+from engine.testing import model_info
+from engine.types import SAMPLING_RULES, GenerateRequest
 
 LIMITS = ApiConfig()
 
@@ -28,6 +32,10 @@ class ByteTokenizer:
 
     def convert_ids_to_tokens(self, ids):
         return f"<0x{ids:02X}>"
+
+    def __call__(self, text, *, add_special_tokens, return_offsets_mapping):
+        spans = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+        return {"offset_mapping": [(0, 0)] * (self.bos and add_special_tokens) + spans}
 
     def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
         roles = [turn["role"] for turn in conversation]
@@ -64,24 +72,27 @@ def refused(call, **fields):
 
 NOT_INTEGERS = ["5", True, 1.5, float("nan"), [1], {}]
 BAD = {
-    "temperature": [-0.1, 2.1, float("nan"), float("inf"), "1", True],
+    "temperature": [-0.1, 2.1, float("nan"), float("inf"), 10**400, "1", True],
     "top_p": [0, -1, 1.01, float("nan"), "1"],
-    "min_p": [-0.1, 1.1],
+    "min_p": [-0.1, 1.1, float("nan")],
     "top_k": [-2, *NOT_INTEGERS],
-    "presence_penalty": [-2.1, 2.1, float("-inf")],
-    "frequency_penalty": [-2.1, 2.1],
-    "repetition_penalty": [0, -1, float("inf")],
+    "presence_penalty": [-2.1, 2.1, float("-inf"), float("nan")],
+    "frequency_penalty": [-2.1, 2.1, float("nan")],
+    "repetition_penalty": [0, -1, 1e-3, 101, float("inf"), float("nan")],
     "n": [0, -1, 10**6, *NOT_INTEGERS],
     "max_tokens": [-1, 0, 10**12, *NOT_INTEGERS],
     "min_tokens": [-1, 10**12, *NOT_INTEGERS],
     "seed": [1 << 64, -(1 << 63) - 1, *NOT_INTEGERS],
     "stop": ["", [""], ["a", ""], [1], 5, {}, ["x"] * 10_000, "a" * 1001],
-    "stop_token_ids": [[300], [-1], [99999999], ["1"], 5],
-    "logit_bias": [{"300": 1}, {"99999999": 5}, {"-1": 5}, {"x": 1}, {"": 1}, {"1.0": 1}, {"1": 101}, {"1": "2"}, []],
+    "stop_token_ids": [[300], [-1], [99999999], ["1"], 5, list(range(65)), [1] * 65],
+    "logit_bias": [
+        *[{"300": 1}, {"99999999": 5}, {"-1": 5}, {"x": 1}, {"": 1}, {"1.0": 1}, {"1": 101}, {"1": "2"}, []],
+        *[{"1": float("nan")}, {"1": float("inf")}, {"7": 1, "07": 2}, {str(token): 1 for token in range(1025)}],
+    ],
     "stream": ["true", 1],
     "stream_options": [{"include_usage": True}, {"unknown": 1}, 5],
     "ignore_eos": [1, "no"],
-    "speculation": [{"max_depth": -1}, {"max_depth": 1.5}, {"rule": "lossy"}, {"depth": 3}, 4],
+    "speculation": [{"max_depth": -1}, {"max_depth": 1.5}, {"max_depth": 10**30}, {"rule": "lossy"}, {"depth": 3}, 4],
     "model": [None, 5, ""],
 }
 
@@ -173,6 +184,38 @@ def test_the_rule_is_the_requests_then_the_servers():
     model = served(rule="rejection")
     assert chat(on=model).requests[0].params.rule == "rejection"
     assert chat(on=model, speculation={"rule": "coupled"}).requests[0].params.rule == "coupled"
+
+
+def test_an_unknown_rule_is_answered_with_the_known_ones():
+    """Guards: a misspelt rule refused without saying which there are, or a rule of the engine that no request can choose."""
+    for call in (chat, complete):
+        message = str(refused(call, speculation={"rule": "greedy"}))
+        assert all(f"'{rule}'" in message for rule in SAMPLING_RULES)
+        assert "speculation.rule" in message
+        assert [call(speculation={"rule": r}).requests[0].params.rule for r in SAMPLING_RULES] == list(SAMPLING_RULES)
+    assert [parse_config({"speculation": {"rule": r}}).speculation.rule for r in SAMPLING_RULES] == list(SAMPLING_RULES)
+
+
+def test_the_longest_lists_are_accepted():
+    """Guards: an off-by-one in the limits of logit_bias and stop_token_ids."""
+    model = served(vocab_size=2000)
+    params = chat(
+        on=model, stop_token_ids=list(range(64)), logit_bias={str(token): 1 for token in range(1024)}, repetition_penalty=0.01
+    )
+    assert (len(params.requests[0].params.stop_token_ids), len(params.requests[0].params.logit_bias)) == (64, 1024)
+
+
+def test_what_the_api_accepts_the_lane_accepts():
+    """Guards: a value that passes here and is refused by the lane only, after actors were called (or breaks the wire, as an
+    integer of more than 64 bits does)."""
+    info = model_info(vocab_size=300, max_context=64)
+    ends = {"temperature": 2, "top_p": 1e-9, "min_p": 1, "top_k": 10**12, "repetition_penalty": 0.01, "seed": (1 << 64) - 1}
+    starts = {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": -1, "repetition_penalty": 100, "seed": -(1 << 63)}
+    deep = {"speculation": {"max_depth": (1 << 31) - 1}}
+    for fields in (ends, starts, deep, {"echo": True, "logprobs": 20, "max_tokens": 0}):
+        request = complete(**fields).requests[0]
+        check_request(request, info)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerateRequest) == request
 
 
 def test_top_k_off_and_beyond_the_vocabulary():
@@ -301,11 +344,50 @@ def test_logprobs_of_each_endpoint():
 
 
 def test_echo():
-    """Guards: echo with logprobs that scores only generated tokens; max_tokens 0 without echo."""
-    assert complete(echo=True, max_tokens=0, prompt=["ab", "c"], n=2).echo == ("ab", "ab", "c", "c")
+    """Guards: max_tokens 0 without echo; a prompt that is scored although nobody will see it, or echoed without its scores."""
+    job = complete(echo=True, max_tokens=0, prompt=["ab", "c"], n=2)
+    assert (job.echo, job.echo_offsets) == (("ab", "ab", "c", "c"), ((), (), (), ()))
     assert complete(echo=True, prompt=[104, 105]).echo == ("hi",)
     assert complete().echo == ("",)
-    assert refused(complete, echo=True, logprobs=0).param == "echo"
+    assert [complete(**f).requests[0].params.prompt_logprobs for f in ({}, {"logprobs": 2}, {"echo": True})] == [None] * 3
+    for logprobs in (0, 20):
+        assert complete(echo=True, logprobs=logprobs).requests[0].params.prompt_logprobs == logprobs
+    assert refused(complete, max_tokens=0, logprobs=0).param == "max_tokens"
+    assert complete(echo=True, logprobs=0, max_tokens=0, prompt="x" * 64).requests[0].params.max_tokens == 0
+
+
+class SpacingTokenizer(ByteTokenizer):
+    """One token per word; says, as some tokenizers do, that a word begins after the space before it."""
+
+    def __call__(self, text, *, add_special_tokens, return_offsets_mapping):
+        return {"offset_mapping": [(0, 0), (0, 2), (3, 5), (5, 6), (0, 0)]}
+
+
+def test_where_the_tokens_of_an_echo_begin():
+    """Guards: offsets in bytes instead of characters, BOS taken for a character, a space between tokens that is in neither."""
+    assert complete(echo=True, logprobs=0, prompt="aéb").echo_offsets == ((0, 1, 1, 2),)
+    assert complete(echo=True, logprobs=0, prompt=[97, *"é".encode(), 256, 98]).echo_offsets == ((0, 1, 1, 2, 2),)
+    assert complete(echo=True, logprobs=0, prompt="aé", on=served(tokenizer=ByteTokenizer(bos=True))).echo_offsets == (
+        (0, 0, 1, 1),
+    )
+    assert complete(echo=True, logprobs=0, prompt="ab cde", on=served(tokenizer=SpacingTokenizer())).echo_offsets == (
+        (0, 0, 2, 5, 5),
+    )
+
+
+class ForgetfulTokenizer(ByteTokenizer):
+    """Has no offsets, as tokenizers written in Python."""
+
+    def __call__(self, text, *, add_special_tokens, return_offsets_mapping):
+        raise NotImplementedError
+
+
+def test_an_echo_whose_offsets_are_unknown_is_refused():
+    """Guards: a server error for an option that this tokenizer cannot serve, or made-up offsets."""
+    model = served(tokenizer=ForgetfulTokenizer())
+    assert refused(complete, on=model, echo=True, logprobs=0).param == "echo"
+    assert complete(on=model, echo=True, logprobs=0, prompt=[97, 98]).echo_offsets == ((0, 1),)
+    assert complete(on=model, echo=True).echo == ("hi",)
 
 
 def test_content_forms():

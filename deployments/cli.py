@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from engine.config import OutriderConfig, load_config, parse_config
+from engine.config import OutriderConfig, load_config, parse_config, use_patient_threads
 from engine.errors import ConfigError, OutriderError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     generate.set_defaults(run=_generate)
 
+    _add_verify_lossless(commands)
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     engine = bench.add_parser("engine", help="tokens/s against transformers, with and without drafts, in process and over HTTP")
     _add_config_options(engine)
@@ -65,7 +66,40 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
     engine.add_argument("--no-http", action="store_true", help="leave the part over Ray Serve out")
     engine.set_defaults(run=_bench_engine)
+    sampling = bench.add_parser("sampling", help="time of sampling and acceptance against one softmax over the same rows")
+    _add_config_options(sampling)
+    sampling.add_argument("--quick", action="store_true", help="fewer repetitions")
+    sampling.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    sampling.set_defaults(run=_bench_sampling)
+    acceptance = bench.add_parser("acceptance", help="share of draft tokens that each acceptance rule keeps, by temperature")
+    _add_config_options(acceptance)
+    acceptance.add_argument("--quick", action="store_true", help="fewer prompts, contexts and seeds")
+    acceptance.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    acceptance.set_defaults(run=_bench_acceptance)
     return parser
+
+
+def _add_verify_lossless(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    verify = commands.add_parser(
+        "verify-lossless",
+        help="check on your own pair that drafts change nothing",
+        description="Plays the same requests under every kind of draft, depth, batching and fault and compares them with the "
+        "target alone, then compares samples of every acceptance rule with exact probabilities. Exit code 1: a difference.",
+    )
+    _add_config_options(verify)
+    verify.add_argument("--quick", action="store_true", help="fewer prompts, depths and seeds: about a minute")
+    verify.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the one-line verdict")
+    verify.add_argument("--seeds", type=int, help="samples per acceptance rule; default: 400 with --quick, else 2000")
+    verify.add_argument(
+        "--tokens", type=int, help="length of each compared text, which bounds the depths; default: 22 with --quick, else 40"
+    )
+    verify.add_argument(
+        "--tolerance",
+        type=float,
+        help="where the target is not row-invariant: largest distance of logits that counts as a near-tie; "
+        "default: measured for its dtype",
+    )
+    verify.set_defaults(run=_verify_lossless)
 
 
 DEMO_PROMPT = "Write a Python function that returns the sum of a list of numbers, with a docstring and an example."
@@ -138,12 +172,34 @@ def _generate(parsed: argparse.Namespace) -> int:
     )
 
 
+def _verify_lossless(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # the modules below import torch
+    from deployments.lossless.command import run_verify_lossless
+    from deployments.lossless.report import Plan
+
+    plan = Plan.of(quick=parsed.quick, seeds=parsed.seeds, tokens=parsed.tokens, tolerance=parsed.tolerance)
+    return run_verify_lossless(read_config(parsed.config, parsed.settings), plan, as_json=parsed.json)
+
+
 def _bench_engine(parsed: argparse.Namespace) -> int:
-    from deployments.bench_engine import run_bench_engine
+    from deployments.bench.engine import run_bench_engine
 
     return run_bench_engine(
         read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json, over_http=not parsed.no_http
     )
+
+
+def _bench_sampling(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # the module below imports torch
+    from deployments.bench.sampling import run_bench_sampling
+
+    return run_bench_sampling(read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json)
+
+
+def _bench_acceptance(parsed: argparse.Namespace) -> int:
+    from deployments.bench.acceptance import run_bench_acceptance
+
+    return run_bench_acceptance(read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,7 @@ class DraftsConfig(_Section):
 class SpeculationConfig(_Section):
     """How drafts are decided on."""
 
-    rule: SamplingRule = Field(
-        "coupled", description="acceptance rule for sampling; temperature 0 is always greedy"
-    )
+    rule: SamplingRule = Field("coupled", description="acceptance rule for sampling; temperature 0 is always greedy")
     max_depth: int = Field(8, ge=0, le=64, description="most draft tokens per request and round; 0 switches speculation off")
     depth: int | Literal["auto"] = Field("auto", description="auto: from the load; a number: fixed, for measurements")
     ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram looked up in prompt and output")

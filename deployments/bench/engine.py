@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from deployments.bench_prompts import PROMPTS
+from deployments.bench.prompts import PROMPTS
 from engine.build import LocalEngine, build_local_engine
 from engine.config import OutriderConfig, parse_config
 from engine.round import RoundResult

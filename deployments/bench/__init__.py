@@ -1,0 +1,1 @@
+"""`outrider bench`: what can be measured."""

@@ -1,0 +1,1 @@
+"""`outrider verify-lossless`: the promise, checked on the user's own pair."""

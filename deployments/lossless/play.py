@@ -1,0 +1,283 @@
+"""What `outrider verify-lossless` plays with: the router's own rounds in this process, and drafts of every kind."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from msgspec.structs import replace
+
+from engine.drivers import AsyncDriver, DraftUnavailable
+from engine.propose.base import DraftSource
+from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
+from engine.types import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    Proposal,
+    ProposeItem,
+    ProposeReply,
+    ProposeRequest,
+    SparseProbs,
+    StepReport,
+    TokenLogprob,
+    VerifyReply,
+    VerifyRequest,
+)
+from engine.verify.base import TargetModel
+
+WHOLE_PREFILL = 1 << 30
+
+
+@dataclass(slots=True)
+class Text:
+    """What one request said."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what a round committed."""
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+
+@dataclass(slots=True)
+class Played:
+    """Texts by request id, and what the rounds did."""
+
+    texts: dict[str, Text]
+    drafted: Counter[int] = field(default_factory=Counter)
+    """By draft position, those whose predecessors were all accepted: the others say nothing about the draft."""
+    accepted: Counter[int] = field(default_factory=Counter)
+    num_drafted: int = 0
+    num_preempted: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def report(self, report: StepReport) -> None:
+        """Count a round."""
+        drafted, accepted = report.drafted_per_position, report.accepted_per_position
+        self.drafted.update({j: min(drafted[j], accepted[j - 1]) if j else drafted[0] for j in range(len(drafted))})
+        self.accepted.update(dict(enumerate(accepted)))
+        self.num_drafted += report.num_drafted
+        self.num_preempted += report.num_preempted
+        self.fallbacks.update(report.fallbacks)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a batch."""
+
+    max_batch: int = 64
+    prefill_tokens: int = WHOLE_PREFILL
+    kv_capacity_tokens: int | None = None
+    """The scheduler's belief; None = what the target says."""
+
+
+NO_LIMITS = Limits()
+
+
+def play(
+    target: TargetModel,
+    source: DraftSource | None,
+    requests: Sequence[GenerateRequest],
+    policy: DepthPolicy,
+    limits: Limits = NO_LIMITS,
+) -> Played:
+    """Run requests to their ends through the router's driver; afterwards target and source have forgotten them."""
+    played = Played({request.request_id: Text() for request in requests})
+    scheduler = _scheduler(target.info, policy, limits, len(requests))
+    try:
+        asyncio.run(_play(AsyncDriver(_Here(target), _DraftHere(source), scheduler, on_report=played.report), requests, played))
+    finally:
+        names = tuple(played.texts)
+        target.verify(VerifyRequest(round_id=0, items=(), release=names))
+        if source is not None:
+            source.propose(ProposeRequest(round_id=0, items=(), release=names))
+    return played
+
+
+def play_alone(target: TargetModel, requests: Sequence[GenerateRequest]) -> dict[str, Text]:
+    """The reference: one request after the other, without drafts, every prompt in one piece."""
+    return {r.request_id: play(target, None, [r], FixedDepth(0)).texts[r.request_id] for r in requests}
+
+
+def _scheduler(info: ModelInfo, policy: DepthPolicy, limits: Limits, num_requests: int) -> Scheduler:
+    capacity = limits.kv_capacity_tokens
+    # Counted in single tokens, so that the first token beyond it tells, where the target's coarser blocks surely suffice.
+    if capacity is not None and capacity + num_requests * info.kv_block_size <= info.kv_capacity_tokens:
+        info = replace(info, kv_capacity_tokens=capacity, kv_block_size=1)
+    return Scheduler(info, policy, max_batch=limits.max_batch, prefill_tokens=limits.prefill_tokens, max_waiting=num_requests)
+
+
+async def _play(driver: AsyncDriver, requests: Sequence[GenerateRequest], played: Played) -> None:
+    rounds = asyncio.create_task(driver.run())
+    try:
+        await asyncio.gather(*(_stream(driver, request, played.texts[request.request_id]) for request in requests))
+    finally:
+        rounds.cancel()
+        await asyncio.gather(rounds, return_exceptions=True)
+
+
+async def _stream(driver: AsyncDriver, request: GenerateRequest, text: Text) -> None:
+    async for delta in driver.generate(request):
+        text.add(delta)
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    target: TargetModel
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        return self.target.verify(request)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftHere:
+    source: DraftSource | None
+
+    @property
+    def available(self) -> bool:
+        return self.source is not None
+
+    async def propose(self, request: ProposeRequest) -> ProposeReply:
+        if self.source is None:
+            raise DraftUnavailable("no_draft")
+        return self.source.propose(request)
+
+
+# --- depths -----------------------------------------------------------------------------------------------------------------
+
+
+class ChosenDepth(FixedDepth):
+    """A depth per request and round from a function of the request's id."""
+
+    def __init__(self, choose: Callable[[str], int]):
+        super().__init__(0)
+        self._choose = choose
+
+    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+        """As many as there is room for."""
+        return min(self._choose(request_id), room)
+
+
+def random_depth(seed: int, most: int = 20) -> ChosenDepth:
+    """Any depth, drawn anew for every request and round."""
+    chance = random.Random(seed)
+    return ChosenDepth(lambda _: chance.randint(0, most))
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------------
+
+
+class _Stateless:
+    """A source that keeps nothing, so that every round brings it the whole sequence."""
+
+    def __init__(self, name: str, seed: int):
+        self._name = name
+        self._chance = random.Random(seed)
+
+    @property
+    def name(self) -> str:
+        """As `DraftSource.name`."""
+        return self._name
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        """As `DraftSource.propose`."""
+        return ProposeReply(round_id=request.round_id, proposals=tuple(map(self._propose, request.items)))
+
+    def _propose(self, item: ProposeItem) -> Proposal:
+        raise NotImplementedError
+
+
+class RandomSource(_Stateless):
+    """Any token of the vocabulary: nearly all are refused."""
+
+    def __init__(self, vocab_size: int, seed: int = 1):
+        super().__init__("random", seed)
+        self._vocab_size = vocab_size
+
+    def _propose(self, item: ProposeItem) -> Proposal:
+        tokens = tuple(self._chance.randrange(self._vocab_size) for _ in range(item.depth))
+        return Proposal(sequence_id=item.sequence_id, tokens=tokens)
+
+
+class ReplaySource(_Stateless):
+    """An adversary that knows the text and errs now and then, so that drafts are accepted up to any position."""
+
+    def __init__(self, texts: Mapping[str, tuple[int, ...]], vocab_size: int, error_rate: float, seed: int = 2):
+        """``texts``: prompt and output of every sequence; ``error_rate``: share of tokens replaced by random ones."""
+        super().__init__("half-right", seed)
+        self._texts = texts
+        self._vocab_size = vocab_size
+        self._error_rate = error_rate
+
+    def _propose(self, item: ProposeItem) -> Proposal:
+        length = item.base_length + len(item.tokens)
+        tokens = self._texts[item.sequence_id][length : length + item.depth]
+        drafted = tuple(self._err() if self._chance.random() < self._error_rate else token for token in tokens)
+        return Proposal(sequence_id=item.sequence_id, tokens=drafted, reason=None if drafted else "no_match")
+
+    def _err(self) -> int:
+        return self._chance.randrange(self._vocab_size)
+
+
+FAULTS = ("none", "away", "none", "garbage", "none", "forgets", "none")
+
+
+class CrashingSource:
+    """Passes another source's answers on, half of the time: it is away, forgets all it knew, or answers with garbage."""
+
+    def __init__(self, source: DraftSource, vocab_size: int, seed: int = 3):
+        self._source = source
+        self._vocab_size = vocab_size
+        self._chance = random.Random(seed)
+        self._known: set[str] = set()
+        self._faults = cycle(FAULTS)
+
+    @property
+    def name(self) -> str:
+        """As `DraftSource.name`."""
+        return "crashing"
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        """As `DraftSource.propose`; raises `DraftUnavailable` in some rounds."""
+        fault = next(self._faults) if request.items else "none"
+        if fault == "away":
+            raise DraftUnavailable("crashed")
+        if fault == "forgets":
+            self._source.propose(ProposeRequest(round_id=0, items=(), release=tuple(self._known)))
+            self._known.clear()
+        self._known.update(item.sequence_id for item in request.items)
+        reply = self._source.propose(request)
+        if fault != "garbage":
+            return reply
+        garbage = tuple(map(self._spoil, request.items[: len(request.items) // 2 + 1]))
+        return ProposeReply(round_id=request.round_id - self._chance.randrange(2), proposals=garbage)
+
+    def _spoil(self, item: ProposeItem) -> Proposal:
+        tokens = self._chance.choice([(self._vocab_size,), (-1,), (0,) * (item.depth + 1), ()])
+        return Proposal(sequence_id=item.sequence_id, tokens=tokens, known_length=self._chance.randrange(10_000))
+
+
+class UniformSource(_Stateless):
+    """Draws every token from the uniform distribution over a few, and says so: a q that is far from any p, and exact.
+
+    With ``pick`` another choice than a fair one is made while the same q is reported, which no ratio test survives.
+    """
+
+    def __init__(self, tokens: Sequence[int], pick: Callable[[Sequence[int]], int] | None = None, seed: int = 4):
+        super().__init__("uniform", seed)
+        self._tokens = tuple(tokens)
+        self._pick = pick or self._chance.choice
+        self._probs: SparseProbs = (self._tokens, (1.0 / len(self._tokens),) * len(self._tokens))
+
+    def _propose(self, item: ProposeItem) -> Proposal:
+        tokens = tuple(self._pick(self._tokens) for _ in range(item.depth))
+        return Proposal(sequence_id=item.sequence_id, tokens=tokens, probs=(self._probs,) * len(tokens))

@@ -22,6 +22,7 @@ COUNTERS = {
     "drafted_tokens": "Draft tokens that the target verified.",
     "accepted_tokens": "Draft tokens that were committed; acceptance rate = accepted_tokens / drafted_tokens.",
     "prefill_tokens": "Prompt tokens put through the target, repeated prefills included.",
+    "prefix_cached_tokens": "Prompt tokens taken from the prefix cache instead of being computed.",
     "target_tokens": "Tokens put through the target: prefill, last committed tokens and draft tokens.",
     "verify_seconds": "Time of target forwards with sampling and acceptance, as the target measured it.",
     "draft_seconds": "Time of draft forwards, as the draft measured it; 0 for rounds at depth 0.",

@@ -71,6 +71,7 @@ class LaneCounters:
             ("drafted_tokens", report.num_drafted),
             ("accepted_tokens", report.num_accepted),
             ("prefill_tokens", report.num_prefill_tokens),
+            ("prefix_cached_tokens", report.num_cached_tokens),
             ("target_tokens", report.num_target_tokens),
             ("verify_seconds", report.verify_time_s),
             ("draft_seconds", report.draft_time_s),

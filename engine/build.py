@@ -56,7 +56,11 @@ def build_target(config: OutriderConfig) -> "Target":
     _use_threads(section.num_threads)
     loaded = _load(section.model, section.dtype, section.device, "target.model")
     return Target(
-        loaded, numerics=section.numerics, kv_capacity_tokens=section.kv_cache_tokens, max_context=section.max_context
+        loaded,
+        numerics=section.numerics,
+        kv_capacity_tokens=section.kv_cache_tokens,
+        max_context=section.max_context,
+        prefix_cache=section.prefix_cache,
     )
 
 
@@ -71,13 +75,23 @@ def build_draft_model(config: OutriderConfig) -> "DraftModel":
     if section.source == "self-int8":
         loaded = _load(config.target.model, config.target.dtype, section.device, "target.model")
         return build_self_int8(
-            loaded, top_n=section.top_n, kv_capacity_tokens=section.kv_cache_tokens, max_context=config.target.max_context
+            loaded,
+            top_n=section.top_n,
+            kv_capacity_tokens=section.kv_cache_tokens,
+            max_context=config.target.max_context,
+            prefix_cache=config.target.prefix_cache,
         )
     if section.model is None:
         raise ConfigError(f"draft.source '{section.source}' needs no draft model")
     dtype = "auto" if section.dtype == "int8" else section.dtype
     loaded = _load(section.model, dtype, section.device, "draft.model")
-    return DraftModel(loaded, kv_capacity_tokens=section.kv_cache_tokens, int8=section.dtype == "int8", top_n=section.top_n)
+    return DraftModel(
+        loaded,
+        int8=section.dtype == "int8",
+        kv_capacity_tokens=section.kv_cache_tokens,
+        top_n=section.top_n,
+        prefix_cache=config.target.prefix_cache,
+    )
 
 
 def draft_is_a_model(config: OutriderConfig) -> bool:

@@ -43,6 +43,10 @@ class TargetConfig(_Section):
         None, ge=16, description="longest prompt + output in tokens; default: the model's own limit"
     )
     kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
+    prefix_cache: bool = Field(
+        True,
+        description="prompts that begin like earlier ones skip what is still in the KV cache of the target and of its draft",
+    )
 
 
 class DraftConfig(_Section):

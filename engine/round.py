@@ -94,7 +94,7 @@ def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: boo
         _settle(scheduler, item, proposals.get(item.request.id), verdict)
         for item, verdict in zip(plan.items, answer.verdicts, strict=True)
     ]
-    report = _report(round_id, plan, scheduler, settled, fallbacks, answer.step_time_s, draft_time_s)
+    report = _report(round_id, plan, scheduler, settled, fallbacks, answer, draft_time_s)
     return RoundResult(tuple(s.delta for s in settled if s.delta is not None), report)
 
 
@@ -296,25 +296,27 @@ def _report(
     scheduler: Scheduler,
     settled: list[_Settled],
     fallbacks: Counter[str],
-    verify_time_s: float,
+    answer: VerifyReply,
     draft_time_s: float,
 ) -> StepReport:
+    cached = answer.cached_tokens
     deepest = max((s.drafted for s in settled), default=0)
     return StepReport(
         round_id=round_id,
         batch_size=sum(s.decoded for s in settled),
         num_waiting=len(scheduler.waiting),
-        num_target_tokens=sum(item.end - item.start for item in plan.items) + sum(s.drafted for s in settled),
-        num_prefill_tokens=sum(s.prefilled for s in settled),
+        num_target_tokens=sum(item.end - item.start for item in plan.items) + sum(s.drafted for s in settled) - cached,
+        num_prefill_tokens=sum(s.prefilled for s in settled) - cached,
         num_committed=sum(len(s.delta.token_ids) for s in settled if s.delta is not None),
         num_drafted=sum(s.drafted for s in settled),
         num_accepted=sum(s.accepted for s in settled),
         drafted_per_position=tuple(sum(s.drafted > j for s in settled) for j in range(deepest)),
         accepted_per_position=tuple(sum(s.accepted > j for s in settled) for j in range(deepest)),
         depths=tuple(s.drafted for s in settled if s.decoded),
-        verify_time_s=verify_time_s,
+        verify_time_s=answer.step_time_s,
         draft_time_s=draft_time_s,
         num_finished=sum(s.delta is not None and s.delta.finish_reason is not None for s in settled),
         num_preempted=plan.num_preempted,
+        num_cached_tokens=cached,
         fallbacks=dict(fallbacks),
     )

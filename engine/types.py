@@ -195,6 +195,8 @@ class VerifyReply(msgspec.Struct, frozen=True, kw_only=True):
     round_id: int
     verdicts: tuple[Verdict, ...]
     step_time_s: float = 0.0
+    cached_tokens: int = 0
+    """Of the items' tokens, those that were found in the prefix cache and not computed."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,7 +255,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that decoded (a prefill chunk does not count)."""
     num_waiting: int
     num_target_tokens: int
+    """Tokens put through the target."""
     num_prefill_tokens: int
+    """Those among them that prefilled."""
     num_committed: int
     """Tokens shown to users."""
     num_drafted: int
@@ -267,5 +271,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     round_time_s: float = 0.0
     num_finished: int = 0
     num_preempted: int = 0
+    num_cached_tokens: int = 0
+    """Tokens that were to be prefilled and that the target found in its prefix cache instead."""
     fallbacks: dict[str, int] = {}
     """Requests that ran without the draft they asked for, by reason."""

@@ -35,6 +35,7 @@ IDLE = {
     "accept": "no draft token was ever accepted",
     "fail": "no draft failed",
     "preempt": "nobody was preempted",
+    "cache": "no prefix was found in the cache",
 }
 MUST = {"half-right": ("accept",), "random": ("draft",), "crashing": ("fail",)}
 FULL_TURNS = 5
@@ -85,6 +86,9 @@ class Arm:
     num_drafted: int = 0
     num_accepted: int = 0
     num_preempted: int = 0
+    num_cached: int = 0
+    keeps_prefixes: bool = False
+    """Whether the target may still know prompts from the arm before; otherwise it computes everything anew."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     divergences: list[Divergence] = field(default_factory=list)
 
@@ -96,6 +100,7 @@ class Arm:
             "accept": self.num_accepted,
             "fail": len(self.fallbacks),
             "preempt": self.num_preempted,
+            "cache": self.num_cached,
         }
         return next((IDLE[one] for one in self.must if not happened[one]), None)
 
@@ -112,14 +117,19 @@ class Matrix:
         *,
         exact: bool,
         tolerance: float,
+        forget_prefixes: Callable[[], None] | None = None,
     ):
-        """``source``: the configured draft; ``exact``: ids and logprobs must be the same bits, whatever ``tolerance`` says."""
+        """``source``: the configured draft; ``exact``: ids and logprobs must be the same bits, whatever ``tolerance`` says.
+
+        ``forget_prefixes`` empties the target's prefix cache; None: it has none.
+        """
         self.target = target
         self.source = source
         self.requests = list(requests)
         self.exact = exact
         self.tolerance = tolerance
         self._logits_of = logits_of
+        self._forget_prefixes = forget_prefixes
         self._by_id = {request.request_id: request for request in self.requests}
         self.texts: dict[str, Text] = {}
 
@@ -133,6 +143,11 @@ class Matrix:
     def arms(self, *, quick: bool) -> Iterator[Arm]:
         """Every draft at every depth, then other batches, chunks, faults. After `play_reference`."""
         yield self._arm("no draft, one batch", None, FixedDepth(0))
+        if self._forget_prefixes is not None:
+            must = ("cache",) if self._fills_a_block else ()
+            warm = self._arm("prompts from the prefix cache", self._half_right(), random_depth(4), must=must)
+            warm.keeps_prefixes = True
+            yield warm
         for source, make in self._sources().items():
             is_own = source == _model_name(self.source)
             must = MUST.get(source, ("draft",) if is_own else ())
@@ -154,9 +169,11 @@ class Matrix:
 
     def run(self, arm: Arm) -> None:
         """Play an arm and compare."""
+        if self._forget_prefixes is not None and not arm.keeps_prefixes:
+            self._forget_prefixes()
         played = arm.play()
         arm.num_drafted, arm.num_accepted = played.num_drafted, played.accepted.total()
-        arm.num_preempted, arm.fallbacks = played.num_preempted, played.fallbacks
+        arm.num_preempted, arm.num_cached, arm.fallbacks = played.num_preempted, played.num_cached, played.fallbacks
         for name, text in played.texts.items():
             difference = self._first_difference(arm.name, name, text)
             arm.num_requests += 1
@@ -175,6 +192,10 @@ class Matrix:
         must: tuple[str, ...] = (),
     ) -> Arm:
         return Arm(name, lambda: play(self.target, source, self.requests, policy, limits), must)
+
+    @property
+    def _fills_a_block(self) -> bool:
+        return max(len(r.prompt_ids) for r in self.requests) > self.target.info.kv_block_size
 
     def _sources(self) -> dict[str, Callable[[], DraftSource]]:
         vocab_size = self.target.info.vocab_size

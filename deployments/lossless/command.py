@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,7 +19,7 @@ from engine.propose.base import DraftSource
 from engine.verify.base import TargetModel
 
 console = Console(stderr=True)
-QUICK_PROMPT_TOKENS = 48
+QUICK_PROMPT_TOKENS = 80
 
 
 def run_verify_lossless(config: OutriderConfig, plan: Plan, *, as_json: bool) -> int:
@@ -28,13 +29,13 @@ def run_verify_lossless(config: OutriderConfig, plan: Plan, *, as_json: bool) ->
     """
     with console.status("loading models"):
         engine = build_local_engine(config)
-    report = _verify_engine(engine, plan)
+    report = _verify_engine(engine, plan, config)
     print_tables(report, console)
     print(json.dumps(as_object(report, plan)) if as_json else verdict_line(report))
     return 1 if report.problems else 0
 
 
-def _verify_engine(engine: LocalEngine, plan: Plan) -> Report:
+def _verify_engine(engine: LocalEngine, plan: Plan, config: OutriderConfig) -> Report:
     prefixes = {text: ids for text in PREFIXES if (ids := engine.encode(text, chat=False))}
     return verify(
         engine.target,
@@ -44,6 +45,7 @@ def _verify_engine(engine: LocalEngine, plan: Plan) -> Report:
         target_logits(engine.target),
         engine.target.near_tie_tolerance,
         plan,
+        engine.target.forget_prefixes if config.target.prefix_cache else None,
     )
 
 
@@ -65,8 +67,11 @@ def verify(
     logits_of: LogitsOf,
     near_tie_tolerance: float,
     plan: Plan,
+    forget_prefixes: Callable[[], None] | None = None,
 ) -> Report:
     """Play the matrix on ``prompts`` and the statistical test on one of the ``prefixes``.
+
+    ``forget_prefixes`` empties the target's prefix cache, if it has one.
 
     Raises `ConfigError` when the plan brings a tolerance although the target is row-invariant, or has no room for its tokens.
     """
@@ -81,7 +86,9 @@ def verify(
     tolerance = near_tie_tolerance if plan.tolerance is None else plan.tolerance
     report = Report(target.info, source.name if source else "none", 0.0 if exact else tolerance, exact)
     requests = make_requests(prompts, plan.num_tokens, target.info)
-    matrix = Matrix(target, source, requests, logits_of, exact=exact, tolerance=report.tolerance)
+    matrix = Matrix(
+        target, source, requests, logits_of, exact=exact, tolerance=report.tolerance, forget_prefixes=forget_prefixes
+    )
     with Progress(console=console, transient=True) as progress:
         _run_matrix(matrix, report, progress, plan)
         _run_statistics(target, source, prefixes, logits_of, report, progress, plan)

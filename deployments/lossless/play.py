@@ -58,6 +58,8 @@ class Played:
     accepted: Counter[int] = field(default_factory=Counter)
     num_drafted: int = 0
     num_preempted: int = 0
+    num_cached: int = 0
+    """Tokens that the target took from its prefix cache."""
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def report(self, report: StepReport) -> None:
@@ -67,6 +69,7 @@ class Played:
         self.accepted.update(dict(enumerate(accepted)))
         self.num_drafted += report.num_drafted
         self.num_preempted += report.num_preempted
+        self.num_cached += report.num_cached_tokens
         self.fallbacks.update(report.fallbacks)
 
 

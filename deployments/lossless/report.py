@@ -137,6 +137,7 @@ def _arm_object(arm: Arm) -> dict[str, Any]:
         "num_drafted": arm.num_drafted,
         "num_accepted": arm.num_accepted,
         "num_preempted": arm.num_preempted,
+        "num_cached_tokens": arm.num_cached,
         "fallbacks": dict(arm.fallbacks),
         "num_divergences": len(arm.divergences),
     }

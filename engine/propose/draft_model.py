@@ -1,6 +1,7 @@
 """A smaller model as the source of drafts: one ragged forward per draft position, over its own KV cache."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +37,11 @@ class _Task:
     reason: str | None = None
 
     @property
+    def committed(self) -> int:
+        """Tokens of the sequence that are no drafts."""
+        return self.item.base_length + len(self.item.tokens)
+
+    @property
     def cost(self) -> int:
         """Tokens of catching up; the last committed token is the first step of drafting."""
         return len(self.pending) - (self.item.depth > 0)
@@ -45,7 +51,7 @@ class _Task:
             sequence_id=self.item.sequence_id,
             tokens=tuple(self.tokens),
             probs=tuple(self.probs) or None,
-            known_length=min(len(self.held.cached.ids), self.item.base_length + len(self.item.tokens)),
+            known_length=min(len(self.held.cached.ids), self.committed),
             reason=self.reason,
         )
 
@@ -57,6 +63,8 @@ class DraftModel:
     gets "catching_up" and goes on in the next call. Other reasons for an empty draft: need_context, unknown_token (an id
     without an embedding here), out_of_context, kv_full, bad_logits. When the KV cache is full, whole sequences that the call is
     not about are forgotten, the longest unused first. Under rules that need q a token is drawn from the ``top_n`` likeliest.
+    With ``prefix_cache`` committed tokens whose K and V are known from another sequence with the same beginning, or from a
+    forgotten one, are not computed: whole blocks only.
     Raises `ModelError` as `RaggedModel`.
     """
 
@@ -69,6 +77,7 @@ class DraftModel:
         max_context: int | None = None,
         catch_up_tokens: int = 256,
         top_n: int = DRAFT_PROBS,
+        prefix_cache: bool = True,
         name: str = "model",
     ):
         self.model = RaggedModel(
@@ -81,6 +90,7 @@ class DraftModel:
         self._name = name
         self._catch_up_tokens = catch_up_tokens
         self._top_n = top_n
+        self._prefix_cache = prefix_cache
         self._sequences: dict[str, _Held] = {}  # the longest unused first
 
     @property
@@ -104,19 +114,47 @@ class DraftModel:
         for sequence_id in request.release:
             self._release(sequence_id)
         opened = [self._open(item) for item in request.items]
-        tasks, logits = self._catch_up([task for task in opened if isinstance(task, _Task)])
-        num_steps = int(logits is not None)
-        while tasks and logits is not None:
-            tasks = self._draw(tasks, logits)
-            if tasks:
-                logits = self.model.forward([Chunk(task.held.cached, task.tokens[-1:], 1) for task in tasks])
-                num_steps += 1
+        try:
+            num_steps = self._draft([task for task in opened if isinstance(task, _Task)])
+        except BaseException:
+            self._undo(request.items)
+            raise
         return ProposeReply(
             round_id=request.round_id,
             proposals=tuple(task.proposal() if isinstance(task, _Task) else task for task in opened),
             step_time_s=time.perf_counter() - started,
             num_steps=num_steps,
         )
+
+    def _draft(self, opened: list[_Task]) -> int:
+        """Catch up and draft. Returns the number of forwards."""
+        tasks, logits = self._catch_up(opened)
+        num_steps = int(logits is not None)
+        while tasks and logits is not None:
+            tasks = self._draw(tasks, logits)
+            if tasks:
+                logits = self.model.forward([Chunk(task.held.cached, task.tokens[-1:], 1) for task in tasks])
+                num_steps += 1
+        if self._prefix_cache:
+            for task in opened:
+                self._register(task)
+        return num_steps
+
+    def _register(self, task: _Task) -> None:
+        """Let others find what is committed, unless it gave logits that are no numbers."""
+        pool, cached = self.model.cache.pool, task.held.cached
+        if task.reason == "bad_logits":
+            pool.forget(cached)
+        else:
+            pool.register(cached, min(len(cached.ids), task.committed))
+
+    def _undo(self, items: Sequence[ProposeItem]) -> None:
+        """A forward broke off: nobody may use what it was to write."""
+        for item in items:
+            held = self._sequences.get(item.sequence_id)
+            if held is not None:
+                self.model.cache.pool.forget(held.cached)
+                self._release(item.sequence_id)
 
     def _release(self, sequence_id: str) -> None:
         held = self._sequences.pop(sequence_id, None)
@@ -137,7 +175,7 @@ class DraftModel:
         task = _Task(item, held, self._roll_back(item, held.cached))
         if any(not 0 <= token < self.model.num_ids for token in task.pending):
             task.reason = "unknown_token"
-        elif item.base_length + len(item.tokens) > self.model.max_context:
+        elif task.committed > self.model.max_context:
             task.reason = "out_of_context"
         return task
 
@@ -160,6 +198,7 @@ class DraftModel:
         drafting: list[_Task] = []
         in_use = {task.item.sequence_id for task in tasks}
         for task in sorted((task for task in tasks if task.reason is None), key=lambda task: task.cost):
+            self._adopt(task)
             complete = task.cost <= budget
             chunk = task.pending if complete else task.pending[:budget]
             budget -= min(task.cost, budget)
@@ -167,6 +206,8 @@ class DraftModel:
             if not self._reserve(task, len(chunk) + (task.item.depth - 1 if drafts else 0), in_use):
                 task.reason = "kv_full"
                 continue
+            if self._prefix_cache:
+                self.model.cache.pool.announce(task.held.cached, chunk)
             if not complete:
                 task.reason = "catching_up"
             if chunk:
@@ -174,6 +215,12 @@ class DraftModel:
             if drafts:
                 drafting.append(task)
         return drafting, self.model.forward(chunks) if chunks else None
+
+    def _adopt(self, task: _Task) -> None:
+        """Take from the prefix cache what it knows of the pending tokens; the first step of drafting needs the last one."""
+        if self._prefix_cache:
+            found = self.model.cache.pool.adopt(task.held.cached, task.pending, task.cost)
+            task.pending = task.pending[found:]
 
     def _reserve(self, task: _Task, num_tokens: int, in_use: set[str]) -> bool:
         """Make room, at the cost of sequences that this call is not about."""

@@ -6,7 +6,12 @@ from engine.sampling import DRAFT_PROBS
 
 
 def build_self_int8(
-    loaded: LoadedModel, *, top_n: int = DRAFT_PROBS, kv_capacity_tokens: int | None = None, max_context: int | None = None
+    loaded: LoadedModel,
+    *,
+    top_n: int = DRAFT_PROBS,
+    kv_capacity_tokens: int | None = None,
+    max_context: int | None = None,
+    prefix_cache: bool = True,
 ) -> DraftModel:
     """Quantise a freshly loaded copy of the target, which is taken over. Raises `ModelError` as `DraftModel`."""
     return DraftModel(
@@ -15,5 +20,6 @@ def build_self_int8(
         top_n=top_n,
         kv_capacity_tokens=kv_capacity_tokens,
         max_context=max_context,
+        prefix_cache=prefix_cache,
         name="self-int8",
     )

@@ -1,6 +1,5 @@
 """The paged KV cache: tensors of one model for all sequences, their blocks, and how much memory they may take."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -8,20 +7,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.verify.blocks import BlockPool
+from engine.verify.blocks import BlockPool, Copy
+from engine.verify.blocks import CachedSequence as CachedSequence
 
 MEMORY_SHARE = 0.3
 """Share of the free memory that a KV cache takes when no size is configured."""
 MAX_SEQUENCES = 64
 """A cache is not made larger than this many sequences of full length need."""
-
-
-@dataclass(slots=True, eq=False)
-class CachedSequence:
-    """A sequence in the cache: K and V of exactly ``ids`` are there, in the slots of ``blocks``."""
-
-    ids: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
 
 
 class LayerCache:
@@ -48,6 +40,11 @@ class LayerCache:
         """Memory of one slot."""
         width: int = self.keys.shape[2] + self.values.shape[2]
         return self.num_heads * width * self.keys.element_size()
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that is stored: [heads, slots, width] each."""
+        return (self.keys, self.values) if self.both is None else (self.both,)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys [Hkv, T, Dk] and values [Hkv, T, Dv] in slots [T]."""
@@ -89,23 +86,38 @@ class KVCache:
         Blocks that change hands are wiped: padding reads them before they are written, and a NaN that the last owner left would
         not be silenced by weight 0.
         """
-        num_blocks = len(sequence.blocks)
-        self.pool.extend(sequence.blocks, len(sequence.ids) + num_tokens)
-        if len(sequence.blocks) > num_blocks:
-            self._wipe(sequence.blocks[num_blocks:])
+        fresh, copy = self.pool.reserve(sequence, num_tokens)
+        if fresh:
+            self._wipe(fresh)
+        if copy is not None:
+            self._copy(copy)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget all but the first ``length`` tokens."""
-        del sequence.ids[length:]
-        self.pool.truncate(sequence.blocks, length)
+        self.pool.truncate(sequence, length)
+
+    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
+        """Another sequence that goes on after the same first ``length`` tokens. Raises `OutOfBlocks`."""
+        forked, copy = self.pool.fork(sequence, length)
+        if copy is not None:
+            self._wipe([copy.target])
+            self._copy(copy)
+        return forked
 
     @torch.inference_mode()
     def _wipe(self, blocks: list[int]) -> None:
         size = self.pool.block_size
         for layer in self.layers:
             for block in blocks:
-                for cached in (layer.keys, layer.values) if layer.both is None else (layer.both,):
+                for cached in layer.parts:
                     cached[:, block * size : (block + 1) * size].zero_()
+
+    @torch.inference_mode()
+    def _copy(self, copy: Copy) -> None:
+        source, target = copy.source * self.pool.block_size, copy.target * self.pool.block_size
+        for layer in self.layers:
+            for cached in layer.parts:
+                cached[:, target : target + copy.num_slots] = cached[:, source : source + copy.num_slots]
 
 
 def affordable_blocks(

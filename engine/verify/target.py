@@ -1,8 +1,9 @@
 """The target: one ragged forward per round, and a verdict on every draft."""
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,8 +29,23 @@ class _Held:
     cached: CachedSequence = field(default_factory=CachedSequence)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An item whose sequence has room for it."""
+
+    item: VerifyItem
+    held: _Held
+    num_cached: int
+    """Tokens of the item that were found in the prefix cache."""
+    pending: tuple[int, ...]
+    """The rest of its tokens and its draft: what a forward must compute."""
+
+
 class Target:
     """A `TargetModel` over a loaded model, which it takes over.
+
+    With ``prefix_cache`` tokens are not computed whose K and V are known from another sequence with the same beginning, or from
+    this one before it was released: whole blocks only. The text is the same to the last bit where `row_invariance` holds.
 
     Raises `ModelError` when the architecture cannot be run packed, and when there is no memory for a KV cache.
     """
@@ -41,6 +57,7 @@ class Target:
         numerics: Kernels = "invariant",
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
+        prefix_cache: bool = True,
     ):
         self.model = RaggedModel(loaded, numerics=numerics, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
         self.row_invariance = self.model.row_invariance
@@ -48,6 +65,7 @@ class Target:
         level = logging.INFO if self.row_invariance.holds else logging.WARNING
         logger.log(level, "%s: numerics %s, %s", loaded.name, self.model.numerics, self.row_invariance.verdict)
         self._info = self.model.info
+        self._prefix_cache = prefix_cache
         self._sequences: dict[str, _Held] = {}
 
     @property
@@ -71,11 +89,47 @@ class Target:
         started = time.perf_counter()
         for sequence_id in request.release:
             self._release(sequence_id)
-        verdicts = [self._open(item) for item in request.items]  # all roll back before any grows
-        verdicts = [verdict or self._reserve(item) for item, verdict in zip(request.items, verdicts, strict=True)]
-        decided = iter(self._step([item for item, verdict in zip(request.items, verdicts, strict=True) if verdict is None]))
-        answers = tuple(verdict or next(decided) for verdict in verdicts)
-        return VerifyReply(round_id=request.round_id, verdicts=answers, step_time_s=time.perf_counter() - started)
+        try:
+            parts, verdicts = self._play(request.items)
+        except BaseException:
+            self._undo(request.items)
+            raise
+        return VerifyReply(
+            round_id=request.round_id,
+            verdicts=verdicts,
+            step_time_s=time.perf_counter() - started,
+            cached_tokens=sum(
+                part.num_cached
+                for part, verdict in zip(parts, verdicts, strict=True)
+                if isinstance(part, _Part) and verdict.error is None
+            ),
+        )
+
+    def _play(self, items: Sequence[VerifyItem]) -> tuple[list[_Part | Verdict], tuple[Verdict, ...]]:
+        """What became of each item before the forward, and its verdict."""
+        opened = [self._open(item) for item in items]  # all roll back before any grows
+        parts = [answer or self._admit(item) for item, answer in zip(items, opened, strict=True)]
+        decided = iter(self._step([part for part in parts if isinstance(part, _Part) and part.pending]))
+        return parts, tuple(self._verdict(part, decided) for part in parts)
+
+    def _verdict(self, part: _Part | Verdict, decided: Iterator[Verdict]) -> Verdict:
+        if isinstance(part, Verdict):
+            return part
+        return next(decided) if part.pending else Verdict(sequence_id=part.item.sequence_id)
+
+    def _undo(self, items: Sequence[VerifyItem]) -> None:
+        """The forward broke off: nobody may use what it was to write."""
+        for item in items:
+            held = self._sequences.get(item.sequence_id)
+            if held is not None:
+                self.model.cache.pool.forget(held.cached, item.base_length)
+                self.model.cache.truncate(held.cached, item.base_length)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; sequences that are held stay. For checks and measurements that want to compute everything."""
+        self.model.cache.pool.forget_everything()
+        for held in self._sequences.values():
+            held.cached.keys.clear()
 
     def _release(self, sequence_id: str) -> None:
         held = self._sequences.pop(sequence_id, None)
@@ -109,22 +163,31 @@ class Target:
             return f"{length} tokens, but the context holds {self.model.max_context}"
         return None
 
-    def _reserve(self, item: VerifyItem) -> Verdict | None:
+    def _admit(self, item: VerifyItem) -> _Part | Verdict:
+        """Take from the prefix cache what is known of the tokens, and room for the others."""
+        held, cache = self._sequences[item.sequence_id], self.model.cache
+        num_cached = self._adopt(item, held.cached)
+        tokens = item.tokens[num_cached:]
         try:
-            self.model.cache.reserve(self._sequences[item.sequence_id].cached, len(item.tokens) + len(item.draft))
+            cache.reserve(held.cached, len(tokens) + len(item.draft))
         except OutOfBlocks:
             return Verdict(sequence_id=item.sequence_id, error="kv_full")
-        return None
+        if self._prefix_cache:
+            cache.pool.announce(held.cached, tokens)
+        return _Part(item, held, num_cached, tokens + item.draft)
 
-    def _step(self, items: Sequence[VerifyItem]) -> list[Verdict]:
+    def _adopt(self, item: VerifyItem, cached: CachedSequence) -> int:
+        """Tokens found in the prefix cache; not the last one if its logits are wanted, and none if all of theirs are."""
+        if not self._prefix_cache or item.scored:
+            return 0
+        return self.model.cache.pool.adopt(cached, item.tokens, len(item.tokens) - int(item.sample))
+
+    def _step(self, parts: Sequence[_Part]) -> list[Verdict]:
         """One forward over items whose blocks are reserved."""
-        if not items:
+        if not parts:
             return []
-        held = [self._sequences[item.sequence_id] for item in items]
-        chunks = [
-            Chunk(state.cached, item.tokens + item.draft, _num_logits(item)) for item, state in zip(items, held, strict=True)
-        ]
-        logits = self.model.forward(chunks)
+        items, held = [part.item for part in parts], [part.held for part in parts]
+        logits = self.model.forward([Chunk(part.held.cached, part.pending, _num_logits(part.item)) for part in parts])
         scores: Sequence[Scores | None] = [None] * len(items)
         if any(item.scored for item in items):
             scores, logits = _score(items, held, logits)
@@ -140,13 +203,23 @@ class Target:
         ]
 
     def _settle(self, item: VerifyItem, cached: CachedSequence, decision: Decision | None, scores: Scores | None) -> Verdict:
-        """Forget the rejected part of the draft, or everything new when the logits were useless."""
+        """Forget the rejected part of the draft, or everything new when the logits were useless.
+
+        What stays is committed, so its full blocks go to the prefix cache.
+        """
+        pool = self.model.cache.pool
+        if decision is not None and decision.error is not None:
+            pool.forget(cached)
+            pool.truncate(cached, item.base_length)
+            return Verdict(sequence_id=item.sequence_id, error=decision.error)
+        if decision is not None:
+            pool.truncate(cached, item.base_length + len(item.tokens) + decision.accepted)
+        if any(math.isnan(score.logprob) for score in scores or ()):
+            pool.forget(cached)
+        elif self._prefix_cache:
+            pool.register(cached, len(cached.ids))
         if decision is None:
             return Verdict(sequence_id=item.sequence_id, prompt_logprobs=scores)
-        if decision.error is not None:
-            self.model.cache.truncate(cached, item.base_length)
-            return Verdict(sequence_id=item.sequence_id, error=decision.error)
-        self.model.cache.truncate(cached, item.base_length + len(item.tokens) + decision.accepted)
         return Verdict(
             sequence_id=item.sequence_id,
             accepted=decision.accepted,

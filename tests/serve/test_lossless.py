@@ -61,6 +61,29 @@ def test_greedy_text_is_the_same_under_concurrency(app: App) -> None:
         assert text == alone[prompt], f"K={depth}, prompt {prompt!r}"
 
 
+def test_the_promise_is_reported_with_its_limits(app: App) -> None:
+    """Guards against a server that does not say whether "the same text" is literal on its device."""
+    (target,) = app.client.get("/health").json()["targets"].values()
+    assert target["numerics"] in ("invariant", "fast")
+    assert isinstance(target["row_invariant"], bool)
+    assert "row-invariant" in target["row_invariance"]
+    (line,) = (line for line in app.client.get("/metrics").text.splitlines() if line.startswith("outrider_row_invariant{"))
+    assert float(line.split()[-1]) == target["row_invariant"]
+
+
+def test_a_prompt_is_scored_as_it_would_be_written(app: App) -> None:
+    """Guards against logprobs of an echoed prompt that belong to other positions, or change with what follows the prompt."""
+    written = app.complete(PROMPTS[0], max_tokens=6, logprobs=2, ignore_eos=True)["choices"][0]
+    scored = app.complete(PROMPTS[0] + written["text"], max_tokens=0, logprobs=2, echo=True)["choices"][0]
+    assert scored["text"] == PROMPTS[0] + written["text"]
+    assert scored["finish_reason"] == "length"
+    assert scored["logprobs"]["token_logprobs"][0] is None
+    assert scored["logprobs"]["tokens"][-6:] == written["logprobs"]["tokens"]
+    exact = next(iter(app.client.get("/health").json()["targets"].values()))["row_invariant"]
+    got, wanted = scored["logprobs"]["token_logprobs"][-6:], written["logprobs"]["token_logprobs"]
+    assert got == (wanted if exact else pytest.approx(wanted, abs=0.3))
+
+
 def test_streamed_text_equals_the_whole_text(app: App) -> None:
     """Guards against tokens lost between rounds and chunks."""
     whole = app.text(PROMPTS[1])

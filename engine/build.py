@@ -57,6 +57,7 @@ def build_target(config: OutriderConfig) -> "Target":
     loaded = _load(section.model, section.dtype, section.device, "target.model")
     return Target(
         loaded,
+        weights="int8" if section.quantization == "int8" else "exact",
         numerics=section.numerics,
         kv_capacity_tokens=section.kv_cache_tokens,
         max_context=section.max_context,

@@ -28,6 +28,11 @@ class TargetConfig(_Section):
     model: str = Field(DEFAULT_MODEL, description="Hugging Face id, local folder, GGUF file, or an alias of `outrider fetch`")
     name: str | None = Field(None, description="name in the API; default: the last part of `model`")
     dtype: DTypeName = Field("auto", description="auto: bfloat16 where the device computes in it, else float32")
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="int8: weights with one scale per output, activations with one per row. Faster, and another model: the "
+        "promise is about that one then",
+    )
     device: str = Field("auto", description="auto (CUDA when the actor has a GPU), cpu, cuda, cuda:1")
     num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each target")
     num_cpus: float = Field(
@@ -160,6 +165,15 @@ class OutriderConfig(_Section):
     controller: ControllerConfig = Field(default_factory=lambda: ControllerConfig())
     api: ApiConfig = Field(default_factory=lambda: ApiConfig())
 
+    @model_validator(mode="after")
+    def _draft_is_another_model(self) -> "OutriderConfig":
+        if self.target.quantization == "int8" and self.draft.source == "self-int8":
+            raise ValueError(
+                "draft.source 'self-int8' is the target itself where target.quantization is 'int8': "
+                "set draft.source to model, ngram or none"
+            )
+        return self
+
     @property
     def served_model_name(self) -> str:
         """The name clients send as ``model``."""
@@ -231,7 +245,7 @@ def _explain(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"unknown option '{location}'{_nearest(item['loc'])}"
     message = str(item["msg"]).removeprefix("Value error, ")
-    return message if location and message.startswith(location) else f"{location}: {message}"
+    return message if not location or message.startswith(location) else f"{location}: {message}"
 
 
 def _nearest(location: tuple[Any, ...]) -> str:

@@ -15,7 +15,7 @@ from engine.types import ModelInfo, SequenceContext, TokenLogprob, Verdict, Veri
 from engine.verify.attention import Chunk, Kernels
 from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import CachedSequence
-from engine.verify.ragged import NEAR_TIE, RaggedModel
+from engine.verify.ragged import NEAR_TIE, RaggedModel, Weights
 
 logger = logging.getLogger(__name__)
 Scores = tuple[TokenLogprob, ...]
@@ -44,6 +44,8 @@ class _Part:
 class Target:
     """A `TargetModel` over a loaded model, which it takes over.
 
+    With ``weights`` "int8" its quantised copy is the target, and the promise is about that one.
+
     With ``prefix_cache`` tokens are not computed whose K and V are known from another sequence with the same beginning, or from
     this one before it was released: whole blocks only. The text is the same to the last bit where `row_invariance` holds.
 
@@ -54,12 +56,15 @@ class Target:
         self,
         loaded: LoadedModel,
         *,
+        weights: Weights = "exact",
         numerics: Kernels = "invariant",
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         prefix_cache: bool = True,
     ):
-        self.model = RaggedModel(loaded, numerics=numerics, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
+        self.model = RaggedModel(
+            loaded, weights=weights, numerics=numerics, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context
+        )
         self.row_invariance = self.model.row_invariance
         """Whether text is the same to the last bit at any depth, batch and chunking."""
         level = logging.INFO if self.row_invariance.holds else logging.WARNING

@@ -133,6 +133,15 @@ def test_rows_have_the_same_bits_in_any_batch(name: str, dtype: torch.dtype, cap
     assert differing_rows(model) == {"alone": set(), "mixed": set(), "chunked": set()}
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_quantised_target_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    """Bug guarded: activations quantised with one scale for several rows, which lets a neighbour reach a row's text."""
+    target = Target(random_model(name, dtype), weights="int8", kv_capacity_tokens=4096)
+    assert (target.info.dtype, target.info.row_invariant) == ("int8", True)
+    assert differing_rows(target.model) == {"alone": set(), "mixed": set(), "chunked": set()}
+
+
 def test_the_fast_kernels_differ_in_float32_and_the_probe_says_so() -> None:
     """Bug guarded: a comparison and a probe that always say yes; "fast" that pays for other kernels than the fastest."""
     model = RaggedModel(random_model("one head per key head", torch.float32), numerics="fast", kv_capacity_tokens=4096)
@@ -230,6 +239,14 @@ def test_the_configuration_chooses_the_kernels(numerics: str, monkeypatch: pytes
     monkeypatch.setattr(RaggedModel, "_choose_kernels", lambda self, numerics, reference: chosen.append(numerics))
     build.build_target(parse_config({"target": {"numerics": numerics, "kv_cache_tokens": 1024, "num_threads": 1}}))
     assert chosen == [numerics]
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("none", "float32"), ("int8", "int8")])
+def test_the_configuration_chooses_the_weights(quantization: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: an option that is accepted and ignored."""
+    monkeypatch.setattr(build, "_load", lambda *args: random_model("one head per key head", torch.float32))
+    section = {"quantization": quantization, "kv_cache_tokens": 1024, "num_threads": 1}
+    assert build.build_target(parse_config({"target": section, "draft": {"source": "ngram"}})).info.dtype == dtype
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ def test_a_value_out_of_range_is_refused_by_name(data: Any, named: str) -> None:
     ("data", "said"),
     [
         ({"draft": {"source": "model"}}, "draft.model is missing"),
+        ({"target": {"quantization": "int8"}}, "draft.source 'self-int8' is the target itself"),
         ({"draft": {"model": "x"}}, "draft.source is 'self-int8'"),
         ({"draft": {"source": "none", "model": "x"}}, "draft.source is 'none'"),
         ({"lanes": {"min": 3, "max": 2}}, "lanes.max (2) is below lanes.min (3)"),

@@ -16,7 +16,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/outrider fetch smollm2
 	$(BIN)/python -m pytest tests/unit
 	$(BIN)/python -m pytest tests/gpu || test $$? -eq 5
-	$(BIN)/python -m pytest tests/numerics
+	$(BIN)/python -m pytest tests/numerics -n auto
 	$(BIN)/python -m pytest tests/serve
 
 check: lint types test
@@ -28,8 +28,11 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-unit numerics: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/$@
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/unit
+
+numerics: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/numerics -n auto
 
 serve-tests gpu-tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/$(@:-tests=)

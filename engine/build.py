@@ -59,6 +59,7 @@ def build_target(config: OutriderConfig) -> "Target":
         loaded,
         weights="int8" if section.quantization == "int8" else "exact",
         numerics=section.numerics,
+        kernels=section.kernels,
         kv_capacity_tokens=section.kv_cache_tokens,
         max_context=section.max_context,
         prefix_cache=section.prefix_cache,
@@ -81,6 +82,7 @@ def build_draft_model(config: OutriderConfig) -> "DraftModel":
             kv_capacity_tokens=section.kv_cache_tokens,
             max_context=config.target.max_context,
             prefix_cache=config.target.prefix_cache,
+            kernels=config.target.kernels,
         )
     if section.model is None:
         raise ConfigError(f"draft.source '{section.source}' needs no draft model")
@@ -92,6 +94,7 @@ def build_draft_model(config: OutriderConfig) -> "DraftModel":
         kv_capacity_tokens=section.kv_cache_tokens,
         top_n=section.top_n,
         prefix_cache=config.target.prefix_cache,
+        kernels=config.target.kernels,
     )
 
 

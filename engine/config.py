@@ -39,6 +39,11 @@ class TargetConfig(_Section):
         0.5, ge=0, description="CPUs that Ray reserves for each target (a promise to the scheduler, no limit)"
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
+    kernels: Literal["auto", "torch"] = Field(
+        "auto",
+        description="on CPU, auto: compiled with the system's C compiler when first used, for target and draft; torch: "
+        "torch's own operations",
+    )
     numerics: Literal["invariant", "fast"] = Field(
         "invariant",
         description="invariant: kernels by which a row's logits never depend on its batch, where the device has them; "

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,11 +79,13 @@ class DraftModel:
         catch_up_tokens: int = 256,
         top_n: int = DRAFT_PROBS,
         prefix_cache: bool = True,
+        kernels: Literal["auto", "torch"] = "auto",
         name: str = "model",
     ):
         self.model = RaggedModel(
             loaded,
             weights="int8" if int8 else "exact",
+            kernels=kernels,
             kv_capacity_tokens=kv_capacity_tokens,
             max_context=max_context,
         )

@@ -105,7 +105,7 @@ class DenseModel:
             attention_norm=self._plain_norm(layer.input_layernorm),
             qkv=fused_linear([attention.q_proj, attention.k_proj, attention.v_proj], make).forward,
             head_norms=self._head_norms(attention),
-            attention=AttentionSpec(attention.scaling, Window(_window(config, attention.layer_idx))),
+            attention=AttentionSpec(attention.scaling, Window(window_size(config, attention.layer_idx))),
             attention_add=attention_out.add_to,
             mlp_norm=self._plain_norm(layer.post_attention_layernorm),
             gate_up=fused_linear([mlp.gate_proj, mlp.up_proj], make).forward,
@@ -121,7 +121,7 @@ class DenseModel:
         return self._plain_norm(attention.q_norm), self._plain_norm(attention.k_norm)
 
 
-def _window(config: Any, layer: int) -> int | None:
+def window_size(config: Any, layer: int) -> int | None:
     """Size of a layer's sliding window. Families with layer types slide only where these say so."""
     types = getattr(config, "layer_types", None)
     if types is not None and types[layer] != "sliding_attention":

@@ -27,11 +27,15 @@ from engine.verify.invariance import RowInvariance, probe
 from engine.verify.invariance import random_ids as _random_ids
 from engine.verify.kv_cache import CachedSequence, KVCache, affordable_blocks
 from engine.verify.linear import MAKERS, Linear, replace_linears, replace_rms_norms
+from engine.verify.native.build import kernels as compiled_kernels
+from engine.verify.native.model import NativeModel
 
 logger = logging.getLogger(__name__)
 
 Weights = Literal["exact", "int8"]
-Forward = Callable[[AttentionState], Tensor]
+Network = Callable[[AttentionState], Tensor]
+Forward = Callable[[KVCache, Sequence[Chunk]], Tensor]
+"""Logits [R, V] of the wanted tokens of all chunks, or of one row where none are wanted."""
 Reference = list[tuple[list[int], Tensor]]
 """Ids, and the loaded model's own logits [n, V] after each of them."""
 
@@ -63,6 +67,7 @@ class RaggedModel:
 
     ``numerics`` "invariant" tries `KERNEL_CHOICES` until a row's logits have the same bits in every batch that is probed, and
     stays with the fastest when none does; "fast" takes these and probes them too. Without it they are taken and not probed.
+    ``kernels`` "auto" runs the compiled ones (`engine.verify.native`) where they can be had, "torch" never.
 
     The loaded model is taken over: afterwards ``loaded.model`` cannot be used any more. Raises `ModelError` when the
     architecture cannot be run packed, and when there is no memory for a KV cache.
@@ -74,10 +79,12 @@ class RaggedModel:
         *,
         weights: Weights = "exact",
         numerics: Kernels | None = None,
+        kernels: Literal["auto", "torch"] = "auto",
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
     ):
         self.loaded = loaded
+        self._kernels = kernels
         self.device = torch.device(loaded.device)
         self.num_ids: int = loaded.model.get_input_embeddings().weight.shape[0]
         """Ids that have an embedding; those from ``vocab_size`` on are padding."""
@@ -87,8 +94,8 @@ class RaggedModel:
         self._attention: Kernels = "fast"
         self._linears: list[Linear] = []
         self._masks: dict[int, Mask] = {}
-        self.network: Literal["dense", "generic"] = "dense"
-        """Whether the lean forward or transformers' own code runs."""
+        self.network: Literal["native", "dense", "generic"] = "native"
+        """What runs: compiled kernels, the lean forward in torch's operations, or transformers' own code."""
         self._forward, bytes_per_token, reference = self._prepare()
         num_blocks = affordable_blocks(
             loaded.name, bytes_per_token, self._block_size, self.max_context, self.device, kv_capacity_tokens
@@ -135,12 +142,16 @@ class RaggedModel:
         return self._run(self._forward, self.cache, chunks)
 
     def _run(self, forward: Forward, cache: KVCache, chunks: Sequence[Chunk]) -> Tensor:
-        backend = self._backend(chunks, self._block_size, self.device, self._attention)
-        batch = pack(chunks, backend.order, self._block_size, self.device)
-        logits = forward(AttentionState(batch, backend, cache, self.max_context, self._masks))
+        logits = forward(cache, chunks)
         for chunk in chunks:
             chunk.sequence.ids.extend(chunk.ids)
         return logits[: sum(chunk.num_logits for chunk in chunks), : self.loaded.vocab_size]
+
+    def _run_packed(self, network: Network, cache: KVCache, chunks: Sequence[Chunk]) -> Tensor:
+        """As `Forward`, in torch's operations."""
+        backend = self._backend(chunks, self._block_size, self.device, self._attention)
+        batch = pack(chunks, backend.order, self._block_size, self.device)
+        return network(AttentionState(batch, backend, cache, self.max_context, self._masks))
 
     # --- loading ------------------------------------------------------------------------------------------------------------
 
@@ -152,25 +163,46 @@ class RaggedModel:
         with _architecture_errors(self.loaded):
             logits = [model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0] for ids in probes]
         reference = list(zip(probes, logits, strict=True))
-        if DenseModel.supports(model):
-            dense = DenseModel(model, self._make, torch.float32 if self._weights == "int8" else self.loaded.dtype)
-            error, bytes_per_token = self._error(dense.forward, reference)
+        lean: tuple[tuple[Literal["native", "dense"], Callable[[], Forward | None]], ...] = (
+            ("native", self._native),
+            ("dense", self._dense),
+        )
+        for self.network, make in lean:
+            forward = make()
+            if forward is None:
+                continue
+            error, bytes_per_token = self._error(forward, reference)
             if error <= self._max_error:
                 model.model.layers = nn.ModuleList()
                 model.lm_head = nn.Identity()
-                return dense.forward, bytes_per_token, reference
-            logger.warning("%s: the lean forward is off by %.2g, so transformers' own runs", self.loaded.name, error)
+                return forward, bytes_per_token, reference
+            logger.warning("%s: the %s forward is off by %.2g and is not used", self.loaded.name, self.network, error)
             self._linears.clear()
         self.network = "generic"
         with _architecture_errors(self.loaded):
             model.set_attn_implementation(NAME)
             replace_linears(model, self._make)
             replace_rms_norms(model)
-            generic = generic_forward(model)
+            generic = partial(self._run_packed, generic_forward(model))
             error, bytes_per_token = self._error(generic, reference)
         if not error <= self._max_error:
             raise _unsupported(self.loaded, f"a packed forward differs from the plain one by {error:.2g} of the logits' spread")
         return generic, bytes_per_token, reference
+
+    def _native(self) -> Forward | None:
+        model = self.loaded.model
+        library = compiled_kernels() if self._kernels == "auto" and NativeModel.supports(model) else None
+        if library is None:
+            return None
+        dtype = torch.int8 if self._weights == "int8" else self.loaded.dtype
+        return NativeModel(model, dtype, library, self.max_context).forward
+
+    def _dense(self) -> Forward | None:
+        model = self.loaded.model
+        if not DenseModel.supports(model):
+            return None
+        dtype = torch.float32 if self._weights == "int8" else self.loaded.dtype
+        return partial(self._run_packed, DenseModel(model, self._make, dtype).forward)
 
     def _make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         self._linears.append(MAKERS[self._weights](weight, bias))
@@ -207,7 +239,8 @@ class RaggedModel:
     def _choose_kernels(self, numerics: Kernels, reference: Reference) -> None:
         """Use the first of `KERNEL_CHOICES` whose rows are invariant, else the fastest; keep the verdict."""
         verdicts: list[RowInvariance] = []
-        for attention, linears in KERNEL_CHOICES if numerics == "invariant" else KERNEL_CHOICES[:1]:
+        choices = KERNEL_CHOICES if numerics == "invariant" and self.network != "native" else KERNEL_CHOICES[:1]
+        for attention, linears in choices:
             self._use(attention, linears)
             if verdicts and not self._still_correct(reference):
                 continue
@@ -217,7 +250,7 @@ class RaggedModel:
                 logger.info("%s: attention %s, linear layers %s", self.loaded.name, attention, linears)
                 return
         self._use(*KERNEL_CHOICES[0])
-        tried = ", nor with invariant kernels, so the fastest run" if numerics == "invariant" else ""
+        tried = ", nor with invariant kernels, so the fastest run" if len(choices) > 1 else ""
         self.row_invariance = RowInvariance(False, verdicts[0].verdict + tried)
 
     def _use(self, attention: Kernels, linears: Kernels) -> None:
@@ -265,7 +298,7 @@ class RaggedModel:
         return elapsed
 
 
-def generic_forward(model: Any) -> Forward:
+def generic_forward(model: Any) -> Network:
     """transformers' own forward of a model whose attention is ours."""
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,12 +59,18 @@ class Target:
         *,
         weights: Weights = "exact",
         numerics: Kernels = "invariant",
+        kernels: Literal["auto", "torch"] = "auto",
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         prefix_cache: bool = True,
     ):
         self.model = RaggedModel(
-            loaded, weights=weights, numerics=numerics, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context
+            loaded,
+            weights=weights,
+            numerics=numerics,
+            kernels=kernels,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_context=max_context,
         )
         self.row_invariance = self.model.row_invariance
         """Whether text is the same to the last bit at any depth, batch and chunking."""

@@ -159,7 +159,7 @@ def test_an_architecture_that_cannot_be_packed_is_refused_by_name() -> None:
 
 def test_a_wrong_lean_forward_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: trusting the family's name when the weights give something else (here: the window is forgotten)."""
-    monkeypatch.setattr("engine.verify.dense._window", lambda config, layer: None)
+    monkeypatch.setattr("engine.verify.dense.window_size", lambda config, layer: None)
     model = RaggedModel(tiny_model("mistral"), kv_capacity_tokens=512)
     assert model.network == "generic"
 
@@ -245,7 +245,7 @@ def test_rows_have_the_same_bits_in_any_batch(family: str, width: int, num_kv: i
     }
     loaded = tiny_model(family, torch.bfloat16, **sizes, max_position_embeddings=4096)
     loaded = LoadedModel(**{**vars(loaded), "max_context": 4096})
-    model = RaggedModel(loaded, kv_capacity_tokens=8192)
+    model = RaggedModel(loaded, kernels="torch", kv_capacity_tokens=8192)
     probe = model.probe_row_invariance()
     with capsys.disabled():
         print(f"\n{family}, {model.network}: {probe.verdict}")
@@ -323,7 +323,7 @@ def test_the_probe_sees_a_forward_that_is_not_invariant(monkeypatch: pytest.Monk
     monkeypatch.setattr("engine.verify.linear._lone_row_differs", lambda *args: False)
     sizes = {"hidden_size": 1152, "intermediate_size": 4352, "head_dim": 64}
     loaded = tiny_model("llama", torch.bfloat16, **sizes)
-    verdict = RaggedModel(loaded, kv_capacity_tokens=512).probe_row_invariance()
+    verdict = RaggedModel(loaded, kernels="torch", kv_capacity_tokens=512).probe_row_invariance()
     assert not verdict.holds
     assert "logits differ" in verdict.verdict
 

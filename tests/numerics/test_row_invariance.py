@@ -1,7 +1,7 @@
 """A row's logits have the same bits in every batch, with zero tolerance; and what happens where they have not."""
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from engine.verify.attention.cpu import (
 )
 from engine.verify.kv_cache import CachedSequence
 from engine.verify.linear import MAKERS, PackedLinear, PlainLinear
+from engine.verify.native.build import kernels as compiled_kernels
 from engine.verify.ragged import NEAR_TIE, RaggedModel
 from engine.verify.target import Target
 
@@ -121,11 +122,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RaggedModel, "_measure_step_times", lambda self: ())
 
 
+@pytest.fixture
+def _torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr("engine.verify.ragged.compiled_kernels", lambda: None)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_have_the_same_bits_in_any_batch(name: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_have_the_same_bits_in_any_batch(
+    name: str, dtype: torch.dtype, kernels: Literal["auto", "torch"], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug guarded: a kernel whose sums depend on the batch, and with it the text on depth, load and chunking. Tolerance 0."""
-    model = RaggedModel(random_model(name, dtype), numerics="invariant", kv_capacity_tokens=4096)
+    model = RaggedModel(random_model(name, dtype), numerics="invariant", kernels=kernels, kv_capacity_tokens=4096)
     with capsys.disabled():
         print(f"\n{name}, {model.network}, {dtype}: attention {model._attention}; {model.row_invariance.verdict}")
     assert model.row_invariance.holds
@@ -144,7 +154,9 @@ def test_a_quantised_target_has_the_same_bits_in_any_batch(name: str, dtype: tor
 
 def test_the_fast_kernels_differ_in_float32_and_the_probe_says_so() -> None:
     """Bug guarded: a comparison and a probe that always say yes; "fast" that pays for other kernels than the fastest."""
-    model = RaggedModel(random_model("one head per key head", torch.float32), numerics="fast", kv_capacity_tokens=4096)
+    model = RaggedModel(
+        random_model("one head per key head", torch.float32), numerics="fast", kernels="torch", kv_capacity_tokens=4096
+    )
     assert (model.info.numerics, model._attention) == ("fast", "fast")
     if not any(differing_rows(model).values()):
         pytest.skip("the fast float32 kernels of this CPU happen to be row-invariant")
@@ -163,6 +175,7 @@ class OneScaleForAllRows(PlainLinear):
         return nn.functional.linear((x / scale).round() * scale, self.weight, self.bias)
 
 
+@pytest.mark.usefixtures("_torch_only")
 def test_a_model_that_is_not_invariant_serves_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,6 +197,7 @@ def decode_one(target: Target) -> Verdict:
     return target.verify(VerifyRequest(round_id=0, items=(item,))).verdicts[0]
 
 
+@pytest.mark.usefixtures("_torch_only")
 def test_an_invariant_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug guarded: an invariant kernel that computes something else (here: attention to nothing), taken for being steady."""
 
@@ -239,6 +253,18 @@ def test_the_configuration_chooses_the_kernels(numerics: str, monkeypatch: pytes
     monkeypatch.setattr(RaggedModel, "_choose_kernels", lambda self, numerics, reference: chosen.append(numerics))
     build.build_target(parse_config({"target": {"numerics": numerics, "kv_cache_tokens": 1024, "num_threads": 1}}))
     assert chosen == [numerics]
+
+
+@pytest.mark.parametrize(("kernels", "network"), [("auto", "native"), ("torch", "dense")])
+def test_the_configuration_chooses_what_runs(kernels: str, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: an option that is accepted and ignored, by the target or by its copy."""
+    if compiled_kernels() is None:
+        pytest.skip("no C compiler, or no AVX-512: torch's operations run here")
+    monkeypatch.setattr(build, "_load", lambda *args: random_model("one head per key head", torch.float32))
+    section = {"kernels": kernels, "kv_cache_tokens": 1024, "num_threads": 1}
+    config = parse_config({"target": section, "draft": {"num_threads": 1}})
+    assert build.build_target(config).model.network == network
+    assert build.build_draft_model(config).model.network == network
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("none", "float32"), ("int8", "int8")])

@@ -60,10 +60,11 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_verify_lossless(commands)
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    engine = bench.add_parser("engine", help="tokens/s against transformers, with and without drafts, in process and over HTTP")
+    engine = bench.add_parser("engine", help="tokens/s by batch and draft, step times, and transformers beside them")
     _add_config_options(engine)
     engine.add_argument("--quick", action="store_true", help="fewer prompts and tokens: under three minutes")
     engine.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    engine.add_argument("--plot", type=Path, metavar="FILE", help="step time by number of tokens, as .png or .svg")
     engine.add_argument("--no-http", action="store_true", help="leave the part over Ray Serve out")
     engine.set_defaults(run=_bench_engine)
     sampling = bench.add_parser("sampling", help="time of sampling and acceptance against one softmax over the same rows")
@@ -182,10 +183,15 @@ def _verify_lossless(parsed: argparse.Namespace) -> int:
 
 
 def _bench_engine(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # the module below imports torch
     from deployments.bench.engine import run_bench_engine
 
     return run_bench_engine(
-        read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json, over_http=not parsed.no_http
+        read_config(parsed.config, parsed.settings),
+        quick=parsed.quick,
+        as_json=parsed.json,
+        over_http=not parsed.no_http,
+        plot=parsed.plot,
     )
 
 

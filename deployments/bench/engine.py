@@ -1,294 +1,262 @@
-"""`outrider bench engine`: tokens per second of one stream against transformers, off against on, in process against HTTP.
+"""`outrider bench engine`: the engine's speed by batch, draft and step size, against the memory's and against transformers'.
 
-All arms take turns on every prompt in one process (the HTTP arm's server waits meanwhile), so that a slow phase of the machine
-hits them alike; ratios are taken per prompt and reported as the median with the quartiles.
+All arms take turns on every task in one process with the same weights, dtype and threads; ratios are taken task by task and
+reported as the median with the quartiles. The prefix cache is off in all of them, so every token is computed.
 """
 
 import json
-import statistics
-import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
+import torch
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import Progress, TaskID
 
+from deployments.bench.arms import Arm, Task, Text, engine_arm, http_arm, take_turns, warm_up
+from deployments.bench.floor import STEP_BATCH, Bandwidth, measure_curve, measure_round_parts
+from deployments.bench.peers import Peer
+from deployments.bench.plot import check_plot_file, draw_curve
 from deployments.bench.prompts import PROMPTS
-from engine.build import LocalEngine, build_local_engine
+from deployments.bench.report import Measured, print_tables, summary
+from engine.build import LocalEngine, build_draft_model, build_free_source, build_target, draft_is_a_model, preflight
 from engine.config import OutriderConfig, parse_config
-from engine.round import RoundResult
-from engine.scheduler import DepthPolicy, FixedDepth
-from engine.types import GenerateRequest, SamplingParams, StepReport
+from engine.errors import ConfigError
+from engine.scheduler import FixedDepth
 
 console = Console(stderr=True)
+BATCHES = (4, 16, 64)
+PADDED_BATCHES = (4, 16)
+"""Batches of transformers' `generate`."""
+LONGEST_PROMPT = 384
 
 
-@dataclass
-class Run:
-    """One arm's answer to one prompt."""
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
 
-    arm: str
-    kind: str
-    prompt: int
+    prompts_per_kind: int
     num_tokens: int
-    seconds: float
-    token_ids: tuple[int, ...] = ()
-    drafted: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    tested: Counter[int] = field(default_factory=Counter)
-    kept: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Prefill included."""
-        return self.num_tokens / self.seconds
-
-
-@dataclass
-class Arm:
-    """A way to answer a prompt: (prompt ids, number of tokens) -> run."""
-
-    name: str
-    answer: Callable[[list[int], int], Run]
-    runs: list[Run] = field(default_factory=list)
+    """Per prompt, one stream."""
+    batch_prompt: int
+    """Tokens of a prompt in a batch: few, since a batch of whole prompts is mostly prefill, and decoding is measured."""
+    batch_tokens: int
+    """Per prompt, in batches."""
+    repetitions: int
+    """Of every batch."""
+    sweeps: int
+    """Over the step sizes."""
+    rounds: int
+    """Rounds that are taken apart."""
+    depths: tuple[int, ...]
+    """Fixed ones, beside the depth that follows the load."""
+    http_prompts: int
+    """Of the prompts for one stream, how many go over HTTP."""
 
 
-def run_bench_engine(config: OutriderConfig, *, quick: bool, as_json: bool, over_http: bool) -> int:
-    """Measure, print a table on stderr and, if asked, one JSON object as the last line of stdout."""
-    num_tokens = 48 if quick else 128
-    prompts = [(kind, text) for kind, texts in PROMPTS.items() for text in (texts[:1] if quick else texts)]
-    with ExitStack() as stack:
-        with console.status("loading models"):
-            engines = {source: build_local_engine(_with_source(config, source)) for source in ("none", "ngram", "self-int8")}
-            arms = list(_arms(config, engines, over_http, stack))
-        _measure(arms, engines["none"], prompts, num_tokens)
-        result = _summary(arms, engines)
-    _print_table(result)
+QUICK = Size(
+    prompts_per_kind=1,
+    num_tokens=32,
+    batch_prompt=16,
+    batch_tokens=16,
+    repetitions=2,
+    sweeps=12,
+    rounds=10,
+    depths=(4,),
+    http_prompts=2,
+)
+FULL = Size(
+    prompts_per_kind=3,
+    num_tokens=128,
+    batch_prompt=32,
+    batch_tokens=48,
+    repetitions=4,
+    sweeps=40,
+    rounds=40,
+    depths=(2, 4),
+    http_prompts=12,
+)
+
+
+def run_bench_engine(config: OutriderConfig, *, quick: bool, as_json: bool, over_http: bool, plot: Path | None) -> int:
+    """Measure, print tables on stderr and, if asked, one JSON object as the last line of stdout.
+
+    Exit code 1 when arms gave different greedy texts although the target says that its rows are invariant. Raises `ConfigError`
+    for a plot that could not be written and a context that is too short.
+    """
+    if plot is not None:
+        check_plot_file(plot)
+    size = QUICK if quick else FULL
+    config = comparable(config)
+    with console.status("loading models"):
+        bench = Bench(config, size)
+    with Progress(console=console) as progress:
+        bench.measure(progress, over_http=over_http)
+    result = summary(bench.measured, quick=quick)
+    print_tables(result, console)
+    if plot is not None:
+        title = f"{result['model']}, {result['dtype']}, {result['device']}, {result['threads']} threads"
+        draw_curve(plot, result["curve"]["rows"], result["floor"]["floor_ms"], title)
+        console.print(f"plot: {plot}")
     if as_json:
         print(json.dumps(result))
-    return 0 if result["greedy_texts_equal"] else 1
+    return 1 if result["row_invariant"] and not result["greedy_texts_equal"] else 0
 
 
-# --- arms -------------------------------------------------------------------------------------------------------------------
-
-
-def _with_source(config: OutriderConfig, source: str, depth: int | None = None) -> OutriderConfig:
+def comparable(config: OutriderConfig) -> OutriderConfig:
+    """The configuration without what only one side has: a prefix cache; and with room for the largest batch."""
     tree = config.model_dump()
-    tree["draft"] = {**tree["draft"], "source": source, "model": None}
-    if depth is not None:
-        tree["speculation"]["depth"] = depth
+    tree["target"]["prefix_cache"] = False
+    tree["lanes"]["max_batch"] = max(config.lanes.max_batch, STEP_BATCH)
+    tree["api"]["max_waiting"] = max(config.api.max_waiting, STEP_BATCH)
+    tree["speculation"]["depth"] = "auto"
     return parse_config(tree)
 
 
-def _arms(config: OutriderConfig, engines: dict[str, LocalEngine], over_http: bool, stack: ExitStack) -> Iterator[Arm]:
-    yield _transformers_arm(config)
-    yield _engine_arm("off", engines["none"], None)
-    for source in ("ngram", "self-int8"):
-        yield _engine_arm(f"{source} auto", engines[source], None)
-        for depth in (2, 4):
-            yield _engine_arm(f"{source} K={depth}", engines[source], FixedDepth(depth))
-    if over_http:
+def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
+    """The same with another source of drafts."""
+    tree = config.model_dump()
+    model = config.draft.model if source == "model" else None
+    tree["draft"] = {**tree["draft"], "source": source, "model": model}
+    return parse_config(tree)
+
+
+def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
+    """Engines over one target, by source of drafts; a named draft among them when one is configured."""
+    tokenizer = preflight(config)
+    names = ["none", "ngram", "self-int8", *(["model"] if config.draft.source == "model" else [])]
+    configs = {name: with_source(config, name) for name in names}
+    sources = {
+        name: build_draft_model(own) if draft_is_a_model(own) else build_free_source(own)
+        for name, own in configs.items()
+        if name != "none"
+    }
+    target = build_target(config)  # last, so that its number of threads is the one in use
+    return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}
+
+
+def single_tasks(engine: LocalEngine, size: Size) -> list[Task]:
+    """One stream: prompts of all kinds, in the chat template where there is one."""
+    chat = engine.tokenizer.chat_template is not None
+    return [
+        Task(kind, (tuple(engine.encode(text, chat=chat)[-LONGEST_PROMPT:]),), size.num_tokens)
+        for kind, texts in PROMPTS.items()
+        for text in texts[: size.prompts_per_kind]
+    ]
+
+
+def batch_task(engine: LocalEngine, batch: int, size: Size) -> Task:
+    """Prompts that all differ. The smaller batches are the beginning of the larger ones."""
+    texts = [engine.encode(text, chat=False) for texts in PROMPTS.values() for text in texts]
+    prompts: list[Text] = []
+    for index in range(batch):
+        skipped, number = divmod(index, len(texts))
+        prompts.append(tuple(texts[number][skipped : skipped + size.batch_prompt]))
+    return Task("batch", tuple(prompts), size.batch_tokens)
+
+
+def shortened(task: Task) -> Task:
+    """The same batch, only for warming up."""
+    return Task("warm-up", tuple(prompt[:4] for prompt in task.prompts), 4)
+
+
+@dataclass
+class _Turns:
+    """Shows whose turn it is; measures the memory's bandwidth beside every turn of plain decoding."""
+
+    progress: Progress
+    bar: TaskID
+    bandwidth: Bandwidth
+    samples: list[float] = field(default_factory=list)
+
+    def __call__(self, arm: Arm, task: Task) -> None:
+        self.progress.update(self.bar, description=f"{task.kind}: {arm.name}, batch {arm.batch}")
+        self.progress.advance(self.bar)
+        if arm.name == "plain" and arm.batch == 1 and task.kind != "warm-up":
+            self.samples.append(self.bandwidth.sample())
+
+
+class Bench:
+    """Models, arms, and what was measured."""
+
+    def __init__(self, config: OutriderConfig, size: Size):
+        self.config = config
+        self.size = size
+        self.engines = build_engines(config)
+        self.plain = self.engines["none"]
+        longest = LONGEST_PROMPT + size.num_tokens
+        if self.plain.info.max_context < longest:
+            raise ConfigError(
+                f"the benchmark needs a context of {longest} tokens, {self.plain.info.name} holds "
+                f"{self.plain.info.max_context}: raise target.max_context or choose another model"
+            )
+        peer = Peer(config)
+        self.singles = list(self._single_arms(peer))
+        self.batches = {batch: list(self._batch_arms(peer, batch)) for batch in BATCHES}
+        draft = self.engines["self-int8"].source
+        self.measured = Measured(
+            info=self.plain.info,
+            draft_step_times=getattr(getattr(draft, "info", None), "step_times", ()),
+            source=config.draft.source,
+            threads=torch.get_num_threads(),
+            weight_bytes=peer.bytes_per_step,
+            arms=[*self.singles, *(arm for arms in self.batches.values() for arm in arms)],
+        )
+
+    def measure(self, progress: Progress, *, over_http: bool) -> None:
+        """Everything, in the order in which it is reported."""
+        tasks = single_tasks(self.plain, self.size)
+        batch_tasks = {batch: batch_task(self.plain, batch, self.size) for batch in BATCHES}
+        turns = _Turns(progress, progress.add_task("", total=None), Bandwidth(self.plain.target.model.device))
+        self._count(turns, self.singles, len(tasks) + 1)
+        warm_up(self.singles, Task("warm-up", tasks[0].prompts, 8), turns)
+        take_turns(self.singles, tasks, turns)
+        self.measured.bandwidths = turns.samples
+        self._measure_steps(progress)
+        for batch, arms in self.batches.items():
+            self._count(turns, arms, self.size.repetitions + 1)
+            warm_up(arms, shortened(batch_tasks[batch]), turns)
+            take_turns(arms, [batch_tasks[batch]] * self.size.repetitions, turns)
+        if over_http:
+            self._measure_http(turns, tasks[: self.size.http_prompts])
+
+    def _count(self, turns: _Turns, arms: Sequence[Arm], num_tasks: int) -> None:
+        turns.progress.reset(turns.bar, total=len(arms) * num_tasks)
+
+    def _measure_steps(self, progress: Progress) -> None:
+        bar = progress.add_task("step times", total=self.size.sweeps)
+        self.measured.curve = measure_curve(self.plain, self.size.sweeps, lambda: progress.advance(bar))
+        self.measured.round_parts = measure_round_parts(self.plain, self.size.rounds)
+
+    def _measure_http(self, turns: _Turns, tasks: list[Task]) -> None:
+        """The server's own processes take time of the cores, so what is in this process is measured again beside it."""
         from deployments.launch import running
 
-        stack.enter_context(running(_with_source(config, "self-int8"), None))
-        yield _http_arm("http off", config, engines["none"], max_depth=0)
-        yield _http_arm("http self-int8 auto", config, engines["none"], max_depth=None)
+        with running(with_source(self.config, "self-int8"), None):
+            arms = [
+                engine_arm("plain beside the server", 1, self.plain),
+                engine_arm("self-int8 auto beside the server", 1, self.engines["self-int8"]),
+                http_arm("http off", self.config, max_depth=0),
+                http_arm("http self-int8 auto", self.config, max_depth=None),
+            ]
+            self._count(turns, arms, len(tasks) + 1)
+            warm_up(arms, Task("warm-up", tasks[0].prompts, 16), turns)
+            take_turns(arms, tasks, turns)
+        self.measured.arms += arms
 
+    def _single_arms(self, peer: Peer) -> Iterator[Arm]:
+        yield engine_arm("plain", 1, self.plain)
+        for source, engine in self.engines.items():
+            if source == "none":
+                continue
+            yield engine_arm(f"{source} auto", 1, engine)
+            for depth in self.size.depths:
+                yield engine_arm(f"{source} K={depth}", 1, engine, FixedDepth(depth))
+        yield peer.plain(1)
+        yield peer.assisted()
 
-def _engine_arm(name: str, engine: LocalEngine, policy: DepthPolicy | None) -> Arm:
-    # One policy for the whole arm, so that what it learns of the acceptance stays, as it does in a server.
-    driver = engine.driver(policy)
-
-    def answer(ids: list[int], num_tokens: int) -> Run:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        request = GenerateRequest(request_id=f"bench-{time.monotonic_ns()}", prompt_ids=tuple(ids), params=params)
-        started_s = time.perf_counter()
-        driver.add(request)
-        results = []
-        while driver.scheduler.running or driver.scheduler.waiting:
-            results.append(driver.step())
-        return _run_of(name, results, time.perf_counter() - started_s)
-
-    return Arm(name, answer)
-
-
-def _run_of(name: str, results: list[RoundResult], seconds: float) -> Run:
-    deltas = [delta for result in results for delta in result.deltas]
-    last, tokens = deltas[-1], tuple(token for delta in deltas for token in delta.token_ids)
-    run = Run(name, "", 0, len(tokens), seconds, tokens, last.num_drafted, last.num_accepted, last.num_rounds)
-    for result in results:
-        run.tested.update(dict(enumerate(_tested(result.report))))
-        run.kept.update(dict(enumerate(result.report.accepted_per_position)))
-    return run
-
-
-def _tested(report: StepReport) -> list[int]:
-    """Draft tokens per position whose predecessors were all accepted: the others say nothing about the draft."""
-    drafted, accepted = report.drafted_per_position, report.accepted_per_position
-    return [min(drafted[j], accepted[j - 1]) if j else drafted[0] for j in range(len(drafted))]
-
-
-def _transformers_arm(config: OutriderConfig) -> Arm:
-    """transformers' own `generate` on the same weights, dtype and threads."""
-    import torch
-
-    from engine.models import load_model
-
-    model = load_model(config.target.model, dtype=config.target.dtype, device=config.target.device).model
-
-    def answer(ids: list[int], num_tokens: int) -> Run:
-        prompt = torch.tensor([ids], device=model.device)
-        started_s = time.perf_counter()
-        with torch.inference_mode():
-            output = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                min_new_tokens=num_tokens,
-                max_new_tokens=num_tokens,
-                pad_token_id=model.config.eos_token_id,
-            )
-        tokens = tuple(output[0, len(ids) :].tolist())
-        return Run("transformers", "", 0, len(tokens), time.perf_counter() - started_s, tokens)
-
-    return Arm("transformers", answer)
-
-
-def _http_arm(name: str, config: OutriderConfig, engine: LocalEngine, max_depth: int | None) -> Arm:
-    import httpx
-
-    client = httpx.Client(base_url=f"http://{config.api.host}:{config.api.port}", timeout=600)
-
-    def answer(ids: list[int], num_tokens: int) -> Run:
-        body: dict[str, Any] = {
-            "model": config.served_model_name,
-            "prompt": ids,
-            "temperature": 0,
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if max_depth is not None:
-            body["speculation"] = {"max_depth": max_depth}
-        started_s = time.perf_counter()
-        usage = _read_usage(client, body)
-        details = usage["completion_tokens_details"]
-        accepted = details["accepted_prediction_tokens"]
-        drafted = accepted + details["rejected_prediction_tokens"]
-        tokens = usage["completion_tokens"]
-        return Run(name, "", 0, tokens, time.perf_counter() - started_s, (), drafted, accepted, tokens - accepted)
-
-    return Arm(name, answer)
-
-
-def _read_usage(client: Any, body: dict[str, Any]) -> dict[str, Any]:
-    usage: dict[str, Any] = {}
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                usage = json.loads(line[6:]).get("usage") or usage
-    return usage
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------------
-
-
-def _measure(arms: list[Arm], engine: LocalEngine, prompts: list[tuple[str, str]], num_tokens: int) -> None:
-    with Progress(console=console) as progress:
-        task = progress.add_task("measuring", total=(len(prompts) + 1) * len(arms))
-        for index, (kind, text) in enumerate([("warm-up", prompts[0][1]), *prompts]):
-            ids = engine.encode(text, chat=True)
-            for arm in arms:
-                progress.update(task, description=f"{kind}: {arm.name}")
-                run = arm.answer(ids, num_tokens if kind != "warm-up" else 16)
-                run.kind, run.prompt = kind, index
-                if kind != "warm-up":
-                    arm.runs.append(run)
-                progress.advance(task)
-
-
-def _summary(arms: list[Arm], engines: dict[str, LocalEngine]) -> dict[str, Any]:
-    by_name = {arm.name: arm for arm in arms}
-    off = by_name["off"]
-    ratios = {"plain_vs_transformers_b1": _ratio(off, by_name["transformers"])}
-    for arm in arms:
-        if arm.name not in ("off", "transformers") and not arm.name.startswith("http"):
-            ratios[f"{arm.name} vs off"] = _ratio(arm, off)
-    ratios["ngram_edit_vs_plain"] = _ratio(by_name["ngram auto"], off, "editing")
-    ratios["self_int8_vs_plain"] = _ratio(by_name["self-int8 auto"], off)
-    if "http off" in by_name:
-        ratios["http_off_vs_in_process"] = _ratio(by_name["http off"], off)
-        ratios["http_self_int8_vs_in_process"] = _ratio(by_name["http self-int8 auto"], by_name["self-int8 auto"])
-        ratios["http_self_int8_vs_http_off"] = _ratio(by_name["http self-int8 auto"], by_name["http off"])
-    own = [arm for arm in arms if arm.runs and arm.runs[0].token_ids and arm.name != "transformers"]
-    return {
-        "arms": [
-            {"arm": arm.name, "batch": 1, "tokens_per_s": statistics.median(run.tokens_per_s for run in arm.runs)}
-            for arm in arms
-        ],
-        "ratios": ratios,
-        "sources": [_source_row(arm, kind) for arm in arms if "K=4" in arm.name for kind in PROMPTS],
-        "cost_ratio": _cost_ratio(engines),
-        "greedy_texts_equal": all(
-            run.token_ids == plain.token_ids for arm in own for run, plain in zip(arm.runs, off.runs, strict=True)
-        ),
-    }
-
-
-def _ratio(arm: Arm, base: Arm, kind: str | None = None) -> dict[str, float]:
-    """Of tokens per second, prompt by prompt."""
-    values = [
-        run.tokens_per_s / other.tokens_per_s
-        for run, other in zip(arm.runs, base.runs, strict=True)
-        if kind is None or run.kind == kind
-    ]
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return {"median": round(median, 3), "q1": round(low, 3), "q3": round(high, 3)}
-
-
-def _source_row(arm: Arm, kind: str) -> dict[str, Any]:
-    runs = [run for run in arm.runs if run.kind == kind]
-    drafted, accepted = sum(run.drafted for run in runs), sum(run.accepted for run in runs)
-    tested, kept = sum((run.tested for run in runs), Counter[int]()), sum((run.kept for run in runs), Counter[int]())
-    return {
-        "source": arm.name,
-        "kind": kind,
-        "drafted": drafted,
-        "accepted_share": round(accepted / drafted, 3) if drafted else None,
-        "acceptance_by_position": [round(kept[j] / tested[j], 3) for j in sorted(tested) if tested[j]],
-        "tokens_per_round": round(sum(run.num_tokens for run in runs) / max(sum(run.rounds for run in runs), 1), 2),
-    }
-
-
-def _cost_ratio(engines: dict[str, LocalEngine]) -> float:
-    """Time of one draft step over one target step, one row, as both measured it when they were loaded."""
-    draft = dict(engines["self-int8"].source.info.step_times)  # type: ignore[union-attr]
-    return round(float(draft[1] / dict(engines["none"].info.step_times)[1]), 3)
-
-
-def _print_table(result: dict[str, Any]) -> None:
-    table = Table("arm", "tokens/s")
-    for row in result["arms"]:
-        table.add_row(row["arm"], f"{row['tokens_per_s']:.1f}")
-    console.print(table)
-    table = Table("ratio of tokens/s", "median", "quartiles")
-    for name, value in result["ratios"].items():
-        table.add_row(name, f"{value['median']:.2f}", f"{value['q1']:.2f} to {value['q3']:.2f}")
-    console.print(table)
-    table = Table("source", "kind", "accepted", "by position, of those tested", "tokens per target forward")
-    for row in result["sources"]:
-        share = "-" if row["accepted_share"] is None else f"{row['accepted_share']:.0%}"
-        by_position = "  ".join(f"{value:.0%}" for value in row["acceptance_by_position"])
-        table.add_row(row["source"], row["kind"], share, by_position, str(row["tokens_per_round"]))
-    console.print(table)
-    console.print(f"cost of a self-int8 draft step: c = {result['cost_ratio']} target steps")
-    if not result["greedy_texts_equal"]:
-        print("outrider: greedy texts differ between arms", file=sys.stderr)
+    def _batch_arms(self, peer: Peer, batch: int) -> Iterator[Arm]:
+        yield engine_arm("plain", batch, self.plain)
+        if batch in PADDED_BATCHES:
+            yield peer.plain(batch)
+        yield peer.continuous(batch, max(BATCHES), self.size.batch_prompt + self.size.batch_tokens)

@@ -1,0 +1,47 @@
+"""The roofline curve as a picture; matplotlib is an optional extra."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+
+SUFFIXES = (".png", ".svg")
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise `ConfigError` when a plot could not be written there, before anything is measured."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'outrider[plots]'")
+
+
+def draw_curve(path: Path, rows: list[dict[str, float]], floor_ms: float | None, title: str) -> None:
+    """Step time over the number of verified tokens, with the two lines that bound it.
+
+    ``rows`` as `Curve.rows`. The flat line is the time of reading the weights once; the slanted one the time per token at the
+    largest size, as if all of it were arithmetic.
+    """
+    from matplotlib.figure import Figure
+
+    sizes = [row["tokens"] for row in rows]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes: Any = figure.add_subplot()
+    axes.plot(sizes, [row["verify_ms"] for row in rows], "o-", label="verify (forward, sampling, verdict)")
+    axes.plot(sizes, [row["forward_ms"] for row in rows], "s--", label="forward alone")
+    if floor_ms is not None:
+        axes.axhline(floor_ms, color="black", linestyle=":", label=f"weights read once: {floor_ms:.2g} ms")
+    per_token = rows[-1]["forward_ms"] / sizes[-1]
+    axes.plot(sizes, [per_token * size for size in sizes], color="grey", linestyle=":", label=f"{per_token:.2g} ms per token")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.set_xlabel("tokens verified in one step")
+    axes.set_ylabel("ms")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -58,12 +58,14 @@ def render(lanes: list[LaneStatus], snapshot: dict[str, Any]) -> str:
 
 
 def numerics_by_lane(lanes: list[LaneStatus]) -> dict[str, dict[str, str | bool | None]]:
-    """For `GET /health`: which kernels each target runs, and what the probe of its row invariance said."""
+    """For `GET /health`: by which path and kernels each target runs, and what the probe of its row invariance said."""
     return {
         lane.load.lane_id: {
             "numerics": lane.target.numerics,
             "row_invariant": lane.target.row_invariant,
             "row_invariance": lane.target.row_invariance,
+            "path": lane.target.path,
+            "path_reason": lane.target.path_reason,
         }
         for lane in lanes
     }

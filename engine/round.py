@@ -65,6 +65,8 @@ def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: boo
     plan = scheduler.plan(now_s, drafts=drafts)
     proposals: dict[str, Proposal] = {}
     fallbacks: Counter[str] = Counter()
+    if drafts and scheduler.info.max_draft_depth == 0 and plan.batch_size:
+        fallbacks["target_takes_no_drafts"] = plan.batch_size
     draft_time_s = 0.0
 
     asked = [item for item in plan.items if item.depth > 0]

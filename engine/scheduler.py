@@ -161,8 +161,8 @@ class Scheduler:
     def room(self, request: Request) -> int:
         """Most draft tokens that can be of use: the bonus token must still fit into max_tokens and the context."""
         left = min(request.params.max_tokens - request.num_output, self.info.max_context - len(request.ids)) - 1
-        if request.params.max_depth is not None:
-            left = min(left, request.params.max_depth)
+        for bound in (request.params.max_depth, self.info.max_draft_depth):
+            left = left if bound is None else min(left, bound)
         return max(left, 0)
 
     def _choose_depths(self, plan: Plan, now_s: float) -> None:

@@ -223,6 +223,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a row's logits had the same bits in every batch that was probed on the loaded weights; None = not probed."""
     row_invariance: str = "not probed"
     """The probe's verdict in words."""
+    path: str = ""
+    """How the model runs: ``dense`` (a lean forward of its family), ``generic`` (transformers' layers over packed sequences) or
+    ``stateful`` (one transformers cache per sequence, one after another)."""
+    path_reason: str = ""
+    max_draft_depth: int | None = None
+    """Most draft tokens that are of use to this target; 0 where it can compute only one token after another."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

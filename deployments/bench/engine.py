@@ -207,7 +207,7 @@ class Bench:
         """Everything, in the order in which it is reported."""
         tasks = single_tasks(self.plain, self.size)
         batch_tasks = {batch: batch_task(self.plain, batch, self.size) for batch in BATCHES}
-        turns = _Turns(progress, progress.add_task("", total=None), Bandwidth(self.plain.target.model.device))
+        turns = _Turns(progress, progress.add_task("", total=None), Bandwidth(torch.device(self.plain.info.device)))
         self._count(turns, self.singles, len(tasks) + 1)
         warm_up(self.singles, Task("warm-up", tasks[0].prompts, 8), turns)
         take_turns(self.singles, tasks, turns)

@@ -14,7 +14,7 @@ from engine.types import ModelInfo, Proposal, ProposeItem, ProposeReply, Propose
 from engine.verify.attention import Chunk
 from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import CachedSequence
-from engine.verify.ragged import RaggedModel
+from engine.verify.load import load_engine_model
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class DraftModel:
     not about are forgotten, the longest unused first. Under rules that need q a token is drawn from the ``top_n`` likeliest.
     With ``prefix_cache`` committed tokens whose K and V are known from another sequence with the same beginning, or from a
     forgotten one, are not computed: whole blocks only.
-    Raises `ModelError` as `RaggedModel`.
+    Raises `ModelError` as `load_engine_model`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DraftModel:
         kernels: Literal["auto", "torch"] = "auto",
         name: str = "model",
     ):
-        self.model = RaggedModel(
+        self.model = load_engine_model(
             loaded,
             weights="int8" if int8 else "exact",
             kernels=kernels,
@@ -93,7 +93,7 @@ class DraftModel:
         self._name = name
         self._catch_up_tokens = catch_up_tokens
         self._top_n = top_n
-        self._prefix_cache = prefix_cache
+        self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences: dict[str, _Held] = {}  # the longest unused first
 
     @property

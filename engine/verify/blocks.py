@@ -22,7 +22,7 @@ class OutOfBlocks(Exception):
     """The KV cache has fewer free blocks than a sequence needs; nothing was taken."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CachedSequence:
     """A sequence in the cache: K and V of exactly ``ids`` are there, in the slots of ``blocks``."""
 

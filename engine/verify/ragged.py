@@ -62,6 +62,15 @@ STEP_CONTEXT = 64
 STEP_BUDGET_S = 2.0
 
 
+class UnsupportedArchitecture(ModelError):
+    """A way of running does not reproduce the architecture; ``reason`` says how that showed, without the model's name."""
+
+    def __init__(self, loaded: LoadedModel, reason: str):
+        architecture = (loaded.config.architectures or [loaded.config.model_type])[0]
+        super().__init__(f"{loaded.name}: the architecture {architecture} is not supported yet: {reason}")
+        self.reason = reason
+
+
 class RaggedModel:
     """A causal language model as a function of packed chunks.
 
@@ -69,9 +78,12 @@ class RaggedModel:
     stays with the fastest when none does; "fast" takes these and probes them too. Without it they are taken and not probed.
     ``kernels`` "auto" runs the compiled ones (`engine.verify.native`) where they can be had, "torch" never.
 
-    The loaded model is taken over: afterwards ``loaded.model`` cannot be used any more. Raises `ModelError` when the
-    architecture cannot be run packed, and when there is no memory for a KV cache.
+    The loaded model is taken over: afterwards ``loaded.model`` cannot be used any more. Raises
+    `UnsupportedArchitecture` when it cannot be run packed, in which case the model is as it was, and `ModelError` when there is
+    no memory for a KV cache.
     """
+
+    shares_prefixes = True
 
     def __init__(
         self,
@@ -88,7 +100,7 @@ class RaggedModel:
         self.device = torch.device(loaded.device)
         self.num_ids: int = loaded.model.get_input_embeddings().weight.shape[0]
         """Ids that have an embedding; those from ``vocab_size`` on are padding."""
-        self.max_context = min(loaded.max_context, max_context or loaded.max_context, _rope_limit(loaded.config))
+        self.max_context = min(loaded.max_context, max_context or loaded.max_context, context_limit(loaded.config))
         self._weights = weights
         self._backend, self._block_size = _backend(self.device)
         self._attention: Kernels = "fast"
@@ -96,6 +108,7 @@ class RaggedModel:
         self._masks: dict[int, Mask] = {}
         self.network: Literal["native", "dense", "generic"] = "native"
         """What runs: compiled kernels, the lean forward in torch's operations, or transformers' own code."""
+        self.path_reason = f"the lean forward of {loaded.config.model_type} reproduces the plain one"
         self._forward, bytes_per_token, reference = self._prepare()
         num_blocks = affordable_blocks(
             loaded.name, bytes_per_token, self._block_size, self.max_context, self.device, kv_capacity_tokens
@@ -108,7 +121,6 @@ class RaggedModel:
         if numerics is not None:
             self._choose_kernels(numerics, reference)
         self.step_times = self._measure_step_times()
-        logger.info("%s: %s forward, KV cache of %d tokens", loaded.name, self.network, num_blocks * self._block_size)
 
     @property
     def info(self) -> ModelInfo:
@@ -130,6 +142,8 @@ class RaggedModel:
             numerics=self.numerics,
             row_invariant=self.row_invariance.holds,
             row_invariance=self.row_invariance.verdict,
+            path=self.network,
+            path_reason=self.path_reason,
         )
 
     @torch.inference_mode()
@@ -159,10 +173,8 @@ class RaggedModel:
     def _prepare(self) -> tuple[Forward, int, Reference]:
         """Choose the forward that reproduces the loaded model: it, the KV cache's bytes per token, and what to reproduce."""
         model = self.loaded.model
-        probes = [_random_ids(length, self.loaded.vocab_size, seed) for seed, length in enumerate((24, 17))]
-        with _architecture_errors(self.loaded):
-            logits = [model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0] for ids in probes]
-        reference = list(zip(probes, logits, strict=True))
+        with architecture_errors(self.loaded):
+            reference = plain_reference(self.loaded)
         lean: tuple[tuple[Literal["native", "dense"], Callable[[], Forward | None]], ...] = (
             ("native", self._native),
             ("dense", self._dense),
@@ -179,14 +191,15 @@ class RaggedModel:
             logger.warning("%s: the %s forward is off by %.2g and is not used", self.loaded.name, self.network, error)
             self._linears.clear()
         self.network = "generic"
-        with _architecture_errors(self.loaded):
-            model.set_attn_implementation(NAME)
+        self.path_reason = f"transformers' own layers reproduce the plain forward of {self.loaded.config.model_type} packed"
+        self._check_packing(reference)
+        with architecture_errors(self.loaded):
             replace_linears(model, self._make)
             replace_rms_norms(model)
             generic = partial(self._run_packed, generic_forward(model))
             error, bytes_per_token = self._error(generic, reference)
         if not error <= self._max_error:
-            raise _unsupported(self.loaded, f"a packed forward differs from the plain one by {error:.2g} of the logits' spread")
+            raise ModelError(f"{self.loaded.name}: with faster layers its logits are off by {error:.2g} of their spread")
         return generic, bytes_per_token, reference
 
     def _native(self) -> Forward | None:
@@ -204,13 +217,31 @@ class RaggedModel:
         dtype = torch.float32 if self._weights == "int8" else self.loaded.dtype
         return partial(self._run_packed, DenseModel(model, self._make, dtype).forward)
 
+    def _check_packing(self, reference: Reference) -> None:
+        """Make our attention the model's, before anything else in it is changed. Raises `UnsupportedArchitecture`."""
+        model = self.loaded.model
+        before = model.config._attn_implementation
+        try:
+            with architecture_errors(self.loaded):
+                model.set_attn_implementation(NAME)
+                error, bytes_per_token = self._error(partial(self._run_packed, generic_forward(model)), reference)
+            if bytes_per_token == 0:
+                raise UnsupportedArchitecture(self.loaded, "its attention cannot be replaced")
+            if not error <= largest_error(self.loaded.dtype, "exact"):
+                raise UnsupportedArchitecture(
+                    self.loaded, f"a packed forward differs from the plain one by {error:.2g} of the logits' spread"
+                )
+        except UnsupportedArchitecture:
+            model.set_attn_implementation(before)
+            raise
+
     def _make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         self._linears.append(MAKERS[self._weights](weight, bias))
         return self._linears[-1]
 
     @property
     def _max_error(self) -> float:
-        return MAX_INT8_ERROR if self._weights == "int8" else MAX_ERROR[self.loaded.dtype]
+        return largest_error(self.loaded.dtype, self._weights)
 
     def _error(self, forward: Forward, reference: Reference) -> tuple[float, int]:
         """Error of packed steps over two sequences, in chunks and with a rollback, and the KV cache's bytes per token."""
@@ -229,10 +260,8 @@ class RaggedModel:
         middle = step(b[:4], b[5:12])
         cache.truncate(first, 9)  # those four were wrong
         late = step(a[9:], b[12:])
-        got = torch.cat([early[0], late[0], early[1], middle[1], late[1]]).float()
-        expected = torch.cat([logits for _, logits in reference])[:, : self.loaded.vocab_size].float()
-        spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
-        return float((got - expected).square().mean().sqrt() / spread), cache.bytes_per_token
+        got = torch.cat([early[0], late[0], early[1], middle[1], late[1]])
+        return relative_error(got, reference, self.loaded.vocab_size), cache.bytes_per_token
 
     # --- kernels ------------------------------------------------------------------------------------------------------------
 
@@ -281,12 +310,7 @@ class RaggedModel:
     def _measure_step_times(self) -> tuple[tuple[int, float], ...]:
         """(new tokens of one sequence, seconds), the median of up to three after a first one, within `STEP_BUDGET_S`."""
         room = min(self.max_context, self.cache.pool.num_blocks * self._block_size) - STEP_CONTEXT
-        samples: dict[int, list[float]] = {size: [] for size in STEP_SIZES if size <= room}
-        deadline = time.perf_counter() + STEP_BUDGET_S
-        for size in [*samples] * 4:
-            if time.perf_counter() < deadline:
-                samples[size].append(self._time_step(size))
-        return tuple((size, median(times[1:] or times)) for size, times in samples.items() if times)
+        return median_step_times(self._time_step, room)
 
     def _time_step(self, size: int) -> float:
         sequence = CachedSequence([0] * STEP_CONTEXT)
@@ -296,6 +320,36 @@ class RaggedModel:
         elapsed = time.perf_counter() - started
         self.cache.truncate(sequence, 0)
         return elapsed
+
+
+def plain_reference(loaded: LoadedModel) -> Reference:
+    """What every path must reproduce: the model's own logits, from a forward per text without a cache."""
+    probes = [_random_ids(length, loaded.vocab_size, seed) for seed, length in enumerate((24, 17))]
+    device = torch.device(loaded.device)
+    logits = [loaded.model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0] for ids in probes]
+    return list(zip(probes, logits, strict=True))
+
+
+def relative_error(got: Tensor, reference: Reference, vocab_size: int) -> float:
+    """Root mean square error of logits [n, V] of both texts, relative to that of the centred reference."""
+    expected = torch.cat([logits for _, logits in reference])[:, :vocab_size].float()
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    return float((got.float() - expected).square().mean().sqrt() / spread)
+
+
+def largest_error(dtype: torch.dtype, weights: Weights) -> float:
+    """What `relative_error` may be."""
+    return MAX_INT8_ERROR if weights == "int8" else MAX_ERROR[dtype]
+
+
+def median_step_times(time_step: Callable[[int], float], room: int) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) for `STEP_SIZES` up to ``room``: medians of up to three after a first one, within `STEP_BUDGET_S`."""
+    samples: dict[int, list[float]] = {size: [] for size in STEP_SIZES if size <= room}
+    deadline = time.perf_counter() + STEP_BUDGET_S
+    for size in [*samples] * 4:
+        if time.perf_counter() < deadline:
+            samples[size].append(time_step(size))
+    return tuple((size, median(times[1:] or times)) for size, times in samples.items() if times)
 
 
 def generic_forward(model: Any) -> Network:
@@ -331,11 +385,12 @@ def _backend(device: torch.device) -> tuple[MakeBackend, int]:
     return PaddedAttention, cuda.BLOCK_SIZE
 
 
-def _rope_limit(config: Any) -> int:
-    """Context within which the rotary frequencies are fixed.
+def context_limit(config: Any) -> int:
+    """Context within which a token's computation depends on its own position only.
 
     Types that change them with the longest sequence of a forward ("dynamic", "longrope") would let requests change each other,
-    and a sequence's cached keys would not fit its later queries.
+    and a sequence's cached keys would not fit its later queries. Llama 4 sharpens attention with the place in the forward, not
+    the position, from ``floor_scale`` tokens on.
     """
     config = config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -344,18 +399,15 @@ def _rope_limit(config: Any) -> int:
         for entry in (parameters, *parameters.values())
         if isinstance(entry, dict) and entry.get("rope_type") in ("dynamic", "longrope")
     ]
+    if getattr(config, "attn_temperature_tuning", None) and hasattr(config, "floor_scale"):
+        changing.append(int(config.floor_scale) - 1)
     return min(changing, default=sys.maxsize)
 
 
-def _unsupported(loaded: LoadedModel, reason: str) -> ModelError:
-    architecture = (loaded.config.architectures or [loaded.config.model_type])[0]
-    return ModelError(f"{loaded.name}: the architecture {architecture} is not supported yet: {reason}")
-
-
 @contextlib.contextmanager
-def _architecture_errors(loaded: LoadedModel) -> Iterator[None]:
+def architecture_errors(loaded: LoadedModel) -> Iterator[None]:
     """An architecture may fail in a packed forward in any way; the user is told which it is."""
     try:
         yield
     except Exception as error:
-        raise _unsupported(loaded, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        raise UnsupportedArchitecture(loaded, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error

@@ -16,7 +16,8 @@ from engine.types import ModelInfo, SequenceContext, TokenLogprob, Verdict, Veri
 from engine.verify.attention import Chunk, Kernels
 from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import CachedSequence
-from engine.verify.ragged import NEAR_TIE, RaggedModel, Weights
+from engine.verify.load import load_engine_model
+from engine.verify.ragged import NEAR_TIE, Weights
 
 logger = logging.getLogger(__name__)
 Scores = tuple[TokenLogprob, ...]
@@ -48,9 +49,10 @@ class Target:
     With ``weights`` "int8" its quantised copy is the target, and the promise is about that one.
 
     With ``prefix_cache`` tokens are not computed whose K and V are known from another sequence with the same beginning, or from
-    this one before it was released: whole blocks only. The text is the same to the last bit where `row_invariance` holds.
+    this one before it was released: whole blocks only, and not on the stateful path, which has none. The text is the same to
+    the last bit where `row_invariance` holds.
 
-    Raises `ModelError` when the architecture cannot be run packed, and when there is no memory for a KV cache.
+    Raises `ModelError` when no path reproduces the architecture's plain forward, and when there is no memory for a KV cache.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Target:
         max_context: int | None = None,
         prefix_cache: bool = True,
     ):
-        self.model = RaggedModel(
+        self.model = load_engine_model(
             loaded,
             weights=weights,
             numerics=numerics,
@@ -77,7 +79,7 @@ class Target:
         level = logging.INFO if self.row_invariance.holds else logging.WARNING
         logger.log(level, "%s: numerics %s, %s", loaded.name, self.model.numerics, self.row_invariance.verdict)
         self._info = self.model.info
-        self._prefix_cache = prefix_cache
+        self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences: dict[str, _Held] = {}
 
     @property

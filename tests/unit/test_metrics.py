@@ -46,9 +46,22 @@ def test_row_invariance_is_a_gauge_by_lane(row_invariant: bool | None, line: str
 
 def test_health_names_the_numerics_of_every_lane() -> None:
     """Bug guarded: one lane's verdict standing for all, on a cluster whose machines have different kernels."""
-    good = status("a", numerics="invariant", row_invariant=True, row_invariance="row-invariant: equal bits")
-    bad = status("b", row_invariant=False, row_invariance="not row-invariant: logits differ by 0.1")
+    good = status("a", numerics="invariant", row_invariant=True, row_invariance="row-invariant: equal bits", path="dense")
+    verdict = "not row-invariant: logits differ by 0.1"
+    bad = status("b", row_invariant=False, row_invariance=verdict, path="stateful", path_reason="it keeps a state")
     assert numerics_by_lane([good, bad]) == {
-        "a": {"numerics": "invariant", "row_invariant": True, "row_invariance": "row-invariant: equal bits"},
-        "b": {"numerics": "fast", "row_invariant": False, "row_invariance": "not row-invariant: logits differ by 0.1"},
+        "a": {
+            "numerics": "invariant",
+            "row_invariant": True,
+            "row_invariance": "row-invariant: equal bits",
+            "path": "dense",
+            "path_reason": "",
+        },
+        "b": {
+            "numerics": "fast",
+            "row_invariant": False,
+            "row_invariance": verdict,
+            "path": "stateful",
+            "path_reason": "it keeps a state",
+        },
     }

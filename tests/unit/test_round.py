@@ -485,6 +485,22 @@ def test_one_message_per_round_carries_the_whole_batch() -> None:
     assert [len(request.items) for request in driver.target.requests] == [5, 5]
 
 
+@pytest.mark.parametrize(("bound", "deepest"), [(None, 4), (2, 2), (0, 0)])
+def test_a_target_bounds_the_depth(bound: int | None, deepest: int) -> None:
+    """Bug guarded: drafts for a target that computes one token after another, which cost and save nothing; and that it takes
+    none left unsaid.
+    """
+    target = ScriptedTarget(next_token, model_info(vocab_size=VOCAB, eos_token_ids=(EOS,), max_draft_depth=bound))
+    driver = _driver(ScriptedDraft(next_token), FixedDepth(4), target=target)
+    driver.add(_request("a", [3, 1, 4]))
+    reports = []
+    while driver.scheduler.has_work:
+        reports.append(driver.step().report)
+    assert max(depth for report in reports for depth in report.depths) == deepest
+    counted = sum(report.fallbacks.get("target_takes_no_drafts", 0) for report in reports)
+    assert counted == (sum(report.batch_size for report in reports) if bound == 0 else 0)
+
+
 def test_a_request_may_refuse_speculation() -> None:
     """Bug guarded: the request's own max_depth is ignored in a batch that speculates."""
     source = ScriptedDraft(next_token)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine import noise
 from engine.accept import DraftProbs, Drafts, TargetProbs, Verdicts, block, coupled, greedy, rejection
+from engine.accept.greedy import most_likely
 from engine.noise import Stream
 from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, tempered
 from engine.types import SparseProbs, TokenLogprob
@@ -122,7 +123,7 @@ Drawn = list[tuple[int, SparseProbs | None]]
 
 
 def _propose_greedy(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    return [(token, None) for token in logits.argmax(dim=-1).tolist()]
+    return [(token, None) for token in most_likely(logits).tolist()]
 
 
 def _propose_coupled(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.accept import RULES, DraftProbs, Drafts, Draw, TargetProbs, Verdicts, block, coupled, greedy, rejection
 from engine.accept.base import draw_next, leading_true, match_own_tokens
+from engine.accept.greedy import most_likely
 from engine.noise import Stream, gumbel_argmax, row_keys
 from engine.request import check_request
 from engine.testing import model_info
@@ -137,6 +138,17 @@ def test_greedy_ties_take_the_lowest_id() -> None:
     verdicts = greedy(Drafts.from_lists([(777, 778), (777, 777)]), logits)
     assert verdicts.accepted.tolist() == [1, 2]
     assert verdicts.tokens.tolist() == [777, 777]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_most_likely_token_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    """Bug guarded: a faster argmax that takes another one of equal maxima, or reads a slice of the rows wrongly."""
+    logits = (4 * torch.randn(50, 3000, generator=torch.Generator().manual_seed(1))).round().to(dtype)
+    logits[7] = -torch.inf
+    logits[7, 11] = 0.0
+    for view in (logits, logits[:, 5:900], logits[::3]):
+        wanted = [row.index(max(row)) for row in view.tolist()]
+        assert most_likely(view).tolist() == wanted
 
 
 def test_greedy_ignores_how_likely_the_draft_was() -> None:

@@ -125,19 +125,13 @@ class RaggedModel:
     @property
     def info(self) -> ModelInfo:
         """Sizes, identity and measured step times."""
-        dtype = str(self.loaded.dtype).removeprefix("torch.")
-        int8 = self._weights == "int8"
-        return ModelInfo(
-            name=self.loaded.name,
-            vocab_size=self.loaded.vocab_size,
+        return describe(
+            self.loaded,
+            self._weights,
             max_context=self.max_context,
             kv_capacity_tokens=self.cache.pool.num_blocks * self._block_size,
             kv_block_size=self._block_size,
-            eos_token_ids=self.loaded.eos_token_ids,
-            fingerprint=self.loaded.fingerprint,
             device=str(self.device),
-            dtype="int8" if int8 else dtype,
-            dtype_reason=f"int8 copy of {dtype} weights" if int8 else self.loaded.dtype_reason,
             step_times=self.step_times,
             numerics=self.numerics,
             row_invariant=self.row_invariance.holds,
@@ -320,6 +314,21 @@ class RaggedModel:
         elapsed = time.perf_counter() - started
         self.cache.truncate(sequence, 0)
         return elapsed
+
+
+def describe(loaded: LoadedModel, weights: Weights, **own: Any) -> ModelInfo:
+    """What a loaded model is on any path; ``own`` are the fields of `ModelInfo` that the path knows."""
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    int8 = weights == "int8"
+    return ModelInfo(
+        name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        fingerprint=loaded.fingerprint,
+        dtype="int8" if int8 else dtype,
+        dtype_reason=f"int8 copy of {dtype} weights" if int8 else loaded.dtype_reason,
+        **own,
+    )
 
 
 def plain_reference(loaded: LoadedModel) -> Reference:

@@ -33,6 +33,7 @@ from engine.verify.ragged import (
     Weights,
     architecture_errors,
     context_limit,
+    describe,
     largest_error,
     median_step_times,
     plain_reference,
@@ -211,19 +212,13 @@ class StatefulModel:
     @property
     def info(self) -> ModelInfo:
         """Sizes, identity and measured step times."""
-        dtype = str(self.loaded.dtype).removeprefix("torch.")
-        int8 = self._weights == "int8"
-        return ModelInfo(
-            name=self.loaded.name,
-            vocab_size=self.loaded.vocab_size,
+        return describe(
+            self.loaded,
+            self._weights,
             max_context=self.max_context,
             kv_capacity_tokens=self.cache.pool.num_blocks * BLOCK_SIZE,
             kv_block_size=BLOCK_SIZE,
-            eos_token_ids=self.loaded.eos_token_ids,
-            fingerprint=self.loaded.fingerprint,
             device=str(self.device),
-            dtype="int8" if int8 else dtype,
-            dtype_reason=f"int8 copy of {dtype} weights" if int8 else self.loaded.dtype_reason,
             step_times=self.step_times,
             numerics=self.numerics,
             row_invariant=self.row_invariance.holds,

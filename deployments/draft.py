@@ -58,6 +58,6 @@ class Draft:
                 logger.warning("the controller cannot be reached: %s", type(error).__name__)
             await asyncio.sleep(self._config.controller.report_interval_s)
 
-    async def _propose(self, body: bytes) -> ProposeReply:
+    async def _propose(self, body: bytes, caller: str) -> ProposeReply:
         request = decode(body, ProposeRequest)
         return await asyncio.get_running_loop().run_in_executor(self._forwards, self._model.propose, request)

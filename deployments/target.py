@@ -32,6 +32,6 @@ class TargetActor:
             self._address = await self._server.start(ray.util.get_node_ip_address())
         return self._address, os.getpid(), msgspec.structs.asdict(self._target.info)
 
-    async def _verify(self, body: bytes) -> VerifyReply:
+    async def _verify(self, body: bytes, caller: str) -> VerifyReply:
         request = decode(body, VerifyRequest)
         return await asyncio.get_running_loop().run_in_executor(self._forwards, self._target.verify, request)

@@ -21,6 +21,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _METHOD = "/outrider.Stream/Open"
 _SECRET_KEY = "x-outrider-secret"
+_NAME_KEY = "x-outrider-name"
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -30,7 +31,8 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 T = TypeVar("T")
-Handler = Callable[[bytes], Awaitable[msgspec.Struct]]
+Handler = Callable[[bytes, str], Awaitable[msgspec.Struct]]
+"""(body, name of the caller) -> answer."""
 Write = Callable[[bytes], Awaitable[None]]
 
 
@@ -83,29 +85,30 @@ class WireServer:
             await self._server.stop(grace=None)
 
     async def _serve_stream(self, frames: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        given = dict(context.invocation_metadata() or ()).get(_SECRET_KEY, "")
-        if not hmac.compare_digest(str(given), self._secret):
+        metadata = dict(context.invocation_metadata() or ())
+        if not hmac.compare_digest(str(metadata.get(_SECRET_KEY, "")), self._secret):
             self.num_refused += 1
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong stream secret")
+        caller = str(metadata.get(_NAME_KEY, ""))
         calls: set[asyncio.Task[None]] = set()
         write = _in_turn(context.write)
         try:
             async for data in frames:
-                task = asyncio.create_task(self._serve_call(data, write))
+                task = asyncio.create_task(self._serve_call(data, caller, write))
                 calls.add(task)
                 task.add_done_callback(calls.discard)
         finally:
             for task in calls:
                 task.cancel()
 
-    async def _serve_call(self, data: bytes, write: Write) -> None:
+    async def _serve_call(self, data: bytes, caller: str, write: Write) -> None:
         call_id = -1
         try:
             frame = _read(data)
             call_id = frame.call_id
             if frame.kind not in self._handlers:
                 raise WireError(f"unknown call '{frame.kind}'")
-            answer = await self._handlers[frame.kind](bytes(frame.body))
+            answer = await self._handlers[frame.kind](bytes(frame.body), caller)
             await write(_write(call_id, "", answer))
         except asyncio.CancelledError:
             raise
@@ -118,9 +121,10 @@ class WireServer:
 class WireClient:
     """One stream to one server, opened by the first call and again after it broke."""
 
-    def __init__(self, address: str, secret: str):
+    def __init__(self, address: str, secret: str, name: str = ""):
+        """``name`` (ASCII) tells the server who calls."""
         self.address = address
-        self._secret = secret
+        self._metadata = ((_SECRET_KEY, secret), (_NAME_KEY, name))
         self._channel: grpc.aio.Channel | None = None
         self._stream: Any = None
         self._write_frame: Write | None = None
@@ -166,7 +170,7 @@ class WireClient:
 
     def _open(self) -> Write:
         self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
-        self._stream = self._channel.stream_stream(_METHOD)(metadata=((_SECRET_KEY, self._secret),))
+        self._stream = self._channel.stream_stream(_METHOD)(metadata=self._metadata)
         self._reader = asyncio.create_task(self._read_answers(self._stream))
         self._write_frame = _in_turn(self._stream.write)
         return self._write_frame

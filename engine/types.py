@@ -145,6 +145,66 @@ class ProposeReply(msgspec.Struct, frozen=True, kw_only=True):
     """Draft forwards that were run: the longest depth in the batch, plus catching up."""
 
 
+class PrepareItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Prepare the next round of a sequence while the target works on this one.
+
+    The target has ``base_length + len(tokens)`` committed tokens and verifies ``draft`` after them. Its answer is an *outcome*:
+    the number of accepted draft tokens and the token that comes next. For each number ``a`` the source guesses the
+    ``fan_out[a]`` likeliest next tokens and drafts ``depth`` tokens after every one of them, from a fork of the sequence.
+    Without ``fan_out`` the source only catches up with the committed tokens.
+    """
+
+    sequence_id: str
+    base_length: int
+    tokens: tuple[int, ...]
+    draft: tuple[int, ...] = ()
+    depth: int = 0
+    fan_out: tuple[int, ...] = ()
+    """Guesses for 0, 1, ..., len(draft) accepted tokens; empty, or len(draft) + 1 numbers."""
+    context: SequenceContext | None = None
+
+
+class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One message per round for the whole batch, sent when the verify of ``round_id`` is."""
+
+    round_id: int
+    items: tuple[PrepareItem, ...]
+    release: tuple[str, ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A guess at what the target answers, and the draft for the round after it."""
+
+    accepted: int
+    """Draft tokens that the target keeps."""
+    token: int
+    """The recovery or bonus token after them."""
+    tokens: tuple[int, ...]
+    """The draft that follows; drawn exactly as `ProposeRequest` would have it drawn after this outcome."""
+    probs: tuple[SparseProbs, ...] | None = None
+    """As in `Proposal`."""
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcomes prepared for one sequence, no two alike. None, with ``reason`` set, where it could not be done."""
+
+    sequence_id: str
+    outcomes: tuple[Outcome, ...] = ()
+    known_length: int = 0
+    """Committed tokens that the draft now holds."""
+    reason: str | None = None
+    """As in `Proposal`."""
+
+
+class PrepareReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers a `PrepareRequest`; sequences may be missing or in any order."""
+
+    round_id: int
+    prepared: tuple[Prepared, ...]
+    step_time_s: float = 0.0
+    num_steps: int = 0
+
+
 class VerifyItem(msgspec.Struct, frozen=True, kw_only=True):
     """``tokens`` (committed, not yet in the KV cache, at least one) followed by ``draft``.
 
@@ -274,6 +334,17 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Depth of each decoding request."""
     verify_time_s: float = 0.0
     draft_time_s: float = 0.0
+    """The draft's own time for the drafts of this round, prepared or asked for."""
+    exposed_time_s: float = 0.0
+    """Time that the round waited for drafts, hops included."""
+    hits: dict[str, int] = {}
+    """Requests whose outcome was prepared, by kind: recovery (the target corrected the draft), bonus (it accepted all of it)
+    or plain (there was no draft).
+    """
+    misses: dict[str, int] = {}
+    """Requests whose outcome was not, by kind as above, or late (no answer yet), unprepared (the source had a reason)."""
+    num_asked: int = 0
+    """Requests that the round asked the source for and waited."""
     round_time_s: float = 0.0
     num_finished: int = 0
     num_preempted: int = 0

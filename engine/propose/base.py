@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from engine.types import ProposeReply, ProposeRequest
+from engine.types import PrepareReply, PrepareRequest, ProposeReply, ProposeRequest
 
 
 class DraftSource(Protocol):
@@ -20,4 +20,17 @@ class DraftSource(Protocol):
         """Draft up to ``item.depth`` tokens for every item, after catching up with ``item.tokens``.
 
         ``item.base_length`` may be smaller than what the source holds (roll back) or larger (answer ``need_context``).
+        """
+
+
+class OverlappedSource(DraftSource, Protocol):
+    """A source that can work while the target verifies: it prepares the next round for the likeliest outcomes of this one."""
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """Catch up with every item's ``tokens``, then draft ``depth`` tokens after each of its likeliest outcomes.
+
+        Under ``coupled`` and ``greedy`` an outcome's token is guessed by the same scores that draw it: the noise is shared.
+        Drafted tokens, and q under rules that need it, are those that `propose` would give after that outcome. What is prepared
+        may be fewer outcomes than asked for, never others than asked for: exactness does not depend on the choice of outcomes,
+        as it is made before the verdict.
         """

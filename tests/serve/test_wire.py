@@ -25,7 +25,7 @@ class Echo:
         self.seen: list[int] = []
         self.waiting = asyncio.Event()
 
-    async def verify(self, body: bytes) -> VerifyReply:
+    async def verify(self, body: bytes, caller: str) -> VerifyReply:
         request = decode(body, VerifyRequest)
         self.seen.append(request.round_id)
         if request.round_id < 0:

@@ -65,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--quick", action="store_true", help="fewer prompts and tokens: under three minutes")
     engine.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
     engine.add_argument("--plot", type=Path, metavar="FILE", help="step time by number of tokens, as .png or .svg")
+    engine.add_argument(
+        "--batches",
+        type=_batches,
+        default=(4, 16, 64),
+        metavar="LIST",
+        help="of 4,16,64: batches besides one stream; none: only one stream, for models that are too slow for the others",
+    )
     engine.add_argument("--no-http", action="store_true", help="leave the part over Ray Serve out")
     engine.set_defaults(run=_bench_engine)
     sampling = bench.add_parser("sampling", help="time of sampling and acceptance against one softmax over the same rows")
@@ -191,8 +198,16 @@ def _bench_engine(parsed: argparse.Namespace) -> int:
         quick=parsed.quick,
         as_json=parsed.json,
         over_http=not parsed.no_http,
+        batches=parsed.batches,
         plot=parsed.plot,
     )
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    batches = [] if text == "none" else text.split(",")
+    if not set(batches) <= {"4", "16", "64"}:
+        raise argparse.ArgumentTypeError(f"a list of 4, 16 and 64 such as 4,16, or none; got '{text}'")
+    return tuple(sorted({int(batch) for batch in batches}))
 
 
 def _bench_sampling(parsed: argparse.Namespace) -> int:

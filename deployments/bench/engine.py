@@ -78,9 +78,13 @@ FULL = Size(
 )
 
 
-def run_bench_engine(config: OutriderConfig, *, quick: bool, as_json: bool, over_http: bool, plot: Path | None) -> int:
+def run_bench_engine(
+    config: OutriderConfig, *, quick: bool, as_json: bool, over_http: bool, batches: Sequence[int], plot: Path | None
+) -> int:
     """Measure, print tables on stderr and, if asked, one JSON object as the last line of stdout.
 
+    ``batches`` of `BATCHES` are measured besides one stream. The time outside the forward is that of a batch of 64 and is left
+    out without it.
     Exit code 1 when arms gave different greedy texts although the target says that its rows are invariant. Raises `ConfigError`
     for a plot that could not be written and a context that is too short.
     """
@@ -89,7 +93,7 @@ def run_bench_engine(config: OutriderConfig, *, quick: bool, as_json: bool, over
     size = QUICK if quick else FULL
     config = comparable(config)
     with console.status("loading models"):
-        bench = Bench(config, size)
+        bench = Bench(config, size, batches)
     with Progress(console=console) as progress:
         bench.measure(progress, over_http=over_http)
     result = summary(bench.measured, quick=quick)
@@ -121,10 +125,17 @@ def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     return parse_config(tree)
 
 
+def model_source(config: OutriderConfig) -> str:
+    """The source that runs a model: a named draft where one is configured, else the int8 copy."""
+    return "model" if config.draft.source == "model" else "self-int8"
+
+
 def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
-    """Engines over one target, by source of drafts; a named draft among them when one is configured."""
+    """Engines over one target, by source of drafts. A named draft takes the place of the int8 copy: a target that is worth a
+    named draft may be too large to be held twice.
+    """
     tokenizer = preflight(config)
-    names = ["none", "ngram", "self-int8", *(["model"] if config.draft.source == "model" else [])]
+    names = ["none", "ngram", model_source(config)]
     configs = {name: with_source(config, name) for name in names}
     sources = {
         name: build_draft_model(own) if draft_is_a_model(own) else build_free_source(own)
@@ -179,7 +190,7 @@ class _Turns:
 class Bench:
     """Models, arms, and what was measured."""
 
-    def __init__(self, config: OutriderConfig, size: Size):
+    def __init__(self, config: OutriderConfig, size: Size, batches: Sequence[int] = BATCHES):
         self.config = config
         self.size = size
         self.engines = build_engines(config)
@@ -192,8 +203,8 @@ class Bench:
             )
         peer = Peer(config)
         self.singles = list(self._single_arms(peer))
-        self.batches = {batch: list(self._batch_arms(peer, batch)) for batch in BATCHES}
-        draft = self.engines["self-int8"].source
+        self.batches = {batch: list(self._batch_arms(peer, batch)) for batch in batches}
+        draft = self.engines[model_source(config)].source
         self.measured = Measured(
             info=self.plain.info,
             draft_step_times=getattr(getattr(draft, "info", None), "step_times", ()),
@@ -206,7 +217,7 @@ class Bench:
     def measure(self, progress: Progress, *, over_http: bool) -> None:
         """Everything, in the order in which it is reported."""
         tasks = single_tasks(self.plain, self.size)
-        batch_tasks = {batch: batch_task(self.plain, batch, self.size) for batch in BATCHES}
+        batch_tasks = {batch: batch_task(self.plain, batch, self.size) for batch in self.batches}
         turns = _Turns(progress, progress.add_task("", total=None), Bandwidth(torch.device(self.plain.info.device)))
         self._count(turns, self.singles, len(tasks) + 1)
         warm_up(self.singles, Task("warm-up", tasks[0].prompts, 8), turns)
@@ -226,18 +237,20 @@ class Bench:
     def _measure_steps(self, progress: Progress) -> None:
         bar = progress.add_task("step times", total=self.size.sweeps)
         self.measured.curve = measure_curve(self.plain, self.size.sweeps, lambda: progress.advance(bar))
-        self.measured.round_parts = measure_round_parts(self.plain, self.size.rounds)
+        if STEP_BATCH in self.batches:
+            self.measured.round_parts = measure_round_parts(self.plain, self.size.rounds)
 
     def _measure_http(self, turns: _Turns, tasks: list[Task]) -> None:
         """The server's own processes take time of the cores, so what is in this process is measured again beside it."""
         from deployments.launch import running
 
-        with running(with_source(self.config, "self-int8"), None):
+        source = model_source(self.config)
+        with running(with_source(self.config, source), None):
             arms = [
                 engine_arm("plain beside the server", 1, self.plain),
-                engine_arm("self-int8 auto beside the server", 1, self.engines["self-int8"]),
+                engine_arm(f"{source} auto beside the server", 1, self.engines[source]),
                 http_arm("http off", self.config, max_depth=0),
-                http_arm("http self-int8 auto", self.config, max_depth=None),
+                http_arm(f"http {source} auto", self.config, max_depth=None),
             ]
             self._count(turns, arms, len(tasks) + 1)
             warm_up(arms, Task("warm-up", tasks[0].prompts, 16), turns)

@@ -100,13 +100,15 @@ def all_ratios(measured: Measured) -> dict[str, list[float]]:
 
 
 def _http_ratios(measured: Measured) -> dict[str, list[float]]:
-    off, on = measured.arm("http off"), measured.arm("http self-int8 auto")
+    off = measured.arm("http off")
     if off is None:
         return {}
+    source = "model" if measured.source == "model" else "self-int8"
+    on, name = measured.arm(f"http {source} auto"), source.replace("-", "_")
     return {
         "http_off_vs_in_process": ratios_of_runs(off, measured.arm("plain beside the server")),
-        "http_self_int8_vs_in_process": ratios_of_runs(on, measured.arm("self-int8 auto beside the server")),
-        "http_self_int8_vs_http_off": ratios_of_runs(on, off),
+        f"http_{name}_vs_in_process": ratios_of_runs(on, measured.arm(f"{source} auto beside the server")),
+        f"http_{name}_vs_http_off": ratios_of_runs(on, off),
     }
 
 
@@ -190,7 +192,7 @@ def _source_row(arm: Arm, kind: str) -> dict[str, Any]:
 
 
 def _cost_ratio(measured: Measured) -> float | None:
-    """Time of one step of the int8 copy over one of the target, one row, as both measured it when they were loaded."""
+    """Time of one step of the draft model over one of the target, one row, as both measured it when they were loaded."""
     draft, target = dict(measured.draft_step_times), dict(measured.info.step_times)
     return round(draft[1] / target[1], 3) if 1 in draft and 1 in target else None
 
@@ -215,7 +217,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             f"metadata included) and {step['outside_forward_ms']} plan, messages, blocks, commit and sampling "
             f"(the sampling alone: {step['sampling_ms']})"
         )
-    console.print(f"a step of the int8 copy costs c = {result['cost_ratio']} target steps")
+    console.print(f"a step of the draft model costs c = {result['cost_ratio']} target steps")
     console.print("tokens/s count the prefill; the prefix cache is off in every arm, and texts do not end before their length")
     console.print(
         "draft_vs_assisted: the configured draft.source against assisted generation, without a named draft prompt lookup"

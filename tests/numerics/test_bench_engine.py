@@ -419,7 +419,11 @@ def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: dict[str, Any] = {}
     monkeypatch.setattr("deployments.bench.engine.run_bench_engine", lambda config, **options: seen.update(options) or 0)
-    assert cli.main(["bench", "engine", "--quick", "--json", "--no-http", "--plot", "curve.png"]) == 0
-    assert seen == {"quick": True, "as_json": True, "over_http": False, "plot": Path("curve.png")}
+    assert cli.main(["bench", "engine", "--quick", "--json", "--no-http", "--batches", "16,4", "--plot", "curve.png"]) == 0
+    assert seen == {"quick": True, "as_json": True, "over_http": False, "batches": (4, 16), "plot": Path("curve.png")}
     assert cli.main(["bench", "engine"]) == 0
-    assert seen == {"quick": False, "as_json": False, "over_http": True, "plot": None}
+    assert seen == {"quick": False, "as_json": False, "over_http": True, "batches": (4, 16, 64), "plot": None}
+    assert cli.main(["bench", "engine", "--batches", "none"]) == 0
+    assert seen["batches"] == ()
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "engine", "--batches", "8"])

@@ -245,13 +245,23 @@ class DraftPool:
                 replica.preparing = asyncio.create_task(self._send(replica, request.round_id, parts.get(replica, [])))
 
     async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
-        """The answers that have come, at most one per replica and round and those that are made up here; waits at most
-        ``patience_s`` (seconds) for those of the latest round."""
+        """The answers that have come, merged by round, the latest last; waits at most ``patience_s`` for those of the latest.
+
+        Answers to older rounds come too: what they say of the draft's knowledge is still true.
+        """
         owing = [r.preparing for r in self._replicas.values() if r.preparing and r.prepare_round == self._prepare_round]
         if owing:
             await asyncio.wait(owing, timeout=max(patience_s, 0.0))
-        arrived, self._arrived = tuple(self._arrived), []
-        return arrived
+        arrived, self._arrived = self._arrived, []
+        return tuple(
+            PrepareReply(
+                round_id=round_id,
+                prepared=tuple(prepared for reply in arrived if reply.round_id == round_id for prepared in reply.prepared),
+                step_time_s=max(reply.step_time_s for reply in arrived if reply.round_id == round_id),
+                num_steps=max(reply.num_steps for reply in arrived if reply.round_id == round_id),
+            )
+            for round_id in sorted({reply.round_id for reply in arrived})
+        )
 
     async def _send(self, replica: _Replica, round_id: int, items: list[PrepareItem]) -> None:
         request = PrepareRequest(round_id=round_id, items=tuple(items), release=tuple(replica.releases))

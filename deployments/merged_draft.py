@@ -32,7 +32,10 @@ class MergingModel(Protocol):
     def run(
         self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]
     ) -> tuple[list[ProposeReply], list[PrepareReply]]:
-        """Answer everything in one pass over the model; no sequence occurs twice. Replies in the order of the requests."""
+        """Answer everything in one pass over the model; no sequence occurs twice. Replies in the order of the requests.
+
+        A bad request must not spoil the others' answers.
+        """
 
 
 Run = Callable[[Sequence[ProposeRequest], Sequence[PrepareRequest]], Awaitable[tuple[list[ProposeReply], list[PrepareReply]]]]
@@ -59,7 +62,6 @@ class MergedDraft:
 
     A sequence is named after the caller and what the caller calls it, so that no lane can name, roll back or release a sequence
     of another. Two messages about the same sequence are never merged: the second waits for the next pass.
-    When a merged pass fails, each message is run again on its own: a bad one fails alone.
     """
 
     def __init__(self, run: Run, clock: Clock = time.monotonic):
@@ -148,31 +150,26 @@ class MergedDraft:
         self._sizes[len(batch)] += 1
         for job in batch:
             self._note_use(job)
+        replies: Sequence[Reply | Exception]
         try:
-            await self._run_together(batch)
+            replies = await self._replies(batch)
         except Exception as error:
-            if len(batch) == 1:
-                self._fail(batch[0], error)
-                return
-            logger.warning("a pass over %d messages failed, running them one by one: %s", len(batch), error)
-            for job in batch:
-                await self._run_batch([job])
-
-    async def _run_together(self, batch: list[_Job]) -> None:
-        proposes = [(job, job.request) for job in batch if isinstance(job.request, ProposeRequest)]
-        prepares = [(job, job.request) for job in batch if isinstance(job.request, PrepareRequest)]
-        proposed, prepared = await self._run([request for _, request in proposes], [request for _, request in prepares])
-        answers: list[tuple[_Job, Reply]] = [
-            *((job, reply) for (job, _), reply in zip(proposes, proposed, strict=True)),
-            *((job, reply) for (job, _), reply in zip(prepares, prepared, strict=True)),
-        ]
-        for job, reply in answers:
-            if not job.answer.done():
+            logger.exception("a pass over %d messages failed", len(batch))
+            replies = [error] * len(batch)
+        for job, reply in zip(batch, replies, strict=True):
+            if job.answer.done():
+                continue
+            if isinstance(reply, Exception):
+                job.answer.set_exception(reply)
+            else:
                 job.answer.set_result(reply)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
-        if not job.answer.done():
-            job.answer.set_exception(error)
+    async def _replies(self, batch: list[_Job]) -> list[Reply]:
+        proposes = [job.request for job in batch if isinstance(job.request, ProposeRequest)]
+        prepares = [job.request for job in batch if isinstance(job.request, PrepareRequest)]
+        proposed, prepared = await self._run(proposes, prepares)
+        in_turn = iter(proposed), iter(prepared)
+        return [next(in_turn[isinstance(job.request, PrepareRequest)]) for job in batch]
 
     def _note_use(self, job: _Job) -> None:
         used_s = self._used_s.setdefault(job.lane, {})

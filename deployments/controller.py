@@ -56,6 +56,7 @@ class Controller:
                     "target_device": lane.target.device,
                     "target_dtype": lane.target.dtype,
                     "why": lane.explanation,
+                    "requests_per_draft": lane.requests_per_draft,
                     **overlap_summary(lane),
                 }
                 for lane in lanes

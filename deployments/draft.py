@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.messages import DraftReport
-from deployments.wire import WireServer, decode
+from deployments.wire import WireServer, decode, read_tls
 from engine.config import parse_config
 from engine.types import ProposeReply, ProposeRequest
 
@@ -31,7 +31,7 @@ class Draft:
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="propose")
         loop = asyncio.get_running_loop()
         self._model = await loop.run_in_executor(self._forwards, build_draft_model, self._config)
-        self._server = WireServer({"propose": self._propose}, secret)
+        self._server = WireServer({"propose": self._propose}, secret, tls=read_tls(self._config.streams))
         address = await self._server.start(ray.util.get_node_ip_address())
         self._report = DraftReport(
             draft_id=serve.get_replica_context().replica_tag,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from deployments.messages import DraftReport
-from deployments.wire import WireClient, WireError
+from deployments.wire import Tls, WireClient, WireError
 from engine.calibrate import StepTimes, measure_draft
 from engine.drivers import Clock, DraftUnavailable, TargetLost
 from engine.propose.base import DraftSource
@@ -26,9 +26,10 @@ LONGEST_RETRY_S = 5.0
 class StreamTarget:
     """The lane's own target actor. Ray restarts it when it dies; the caller is told by `TargetLost` and prefills again."""
 
-    def __init__(self, actor: Any, secret: str):
+    def __init__(self, actor: Any, secret: str, tls: Tls | None = None):
         self._actor = actor
         self._secret = secret
+        self._tls = tls
         self._client: WireClient | None = None
         self.pid = 0
 
@@ -37,7 +38,7 @@ class StreamTarget:
         address, self.pid, info = await self._actor.hello.remote()
         if self._client is not None:
             await self._client.close()
-        self._client = WireClient(address, self._secret)
+        self._client = WireClient(address, self._secret, tls=self._tls)
         return ModelInfo(**info)
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
@@ -107,7 +108,15 @@ class StreamDraft:
     """
 
     def __init__(
-        self, name: str, lane_id: str, target_fingerprint: str, secret: str, timeout_s: float, clock: Clock = time.monotonic
+        self,
+        name: str,
+        lane_id: str,
+        target_fingerprint: str,
+        secret: str,
+        timeout_s: float,
+        clock: Clock = time.monotonic,
+        *,
+        tls: Tls | None = None,
     ):
         self.name = name
         self.state = "no draft has announced itself yet"
@@ -115,6 +124,7 @@ class StreamDraft:
         self._fingerprint = target_fingerprint
         self._secret = secret
         self._timeout_s = timeout_s
+        self._tls = tls
         self._clock = clock
         self._current: DraftReport | None = None
         self._client: WireClient | None = None
@@ -150,7 +160,7 @@ class StreamDraft:
             self.state = "no draft for this target's vocabulary" if drafts else "no draft is running"
             return True
         self._current = fitting[zlib.crc32(self._lane_id.encode()) % len(fitting)]
-        self._client = WireClient(self._current.address, self._secret)
+        self._client = WireClient(self._current.address, self._secret, self._lane_id, tls=self._tls)
         self._failures, self._retry_at_s, self.state = 0, 0.0, "ok"
         return True
 

@@ -370,7 +370,6 @@ class DraftPool:
             old.requests.discard(sequence_id)
             old.releases[sequence_id] = None
         new.requests.add(sequence_id)
-        new.releases.pop(sequence_id, None)
         self._homes[sequence_id] = new
 
     def _note_released(self, sequence_ids: Iterable[str]) -> None:

@@ -35,7 +35,7 @@ from engine.types import (
 )
 
 DEPTH = 2
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 
 
 class Lane:
@@ -203,7 +203,10 @@ async def test_the_holder_of_a_sequence_is_told_of_its_end() -> None:
     holder = home(lane.pool, cluster, "r0")
     lane.end("r0")
     await lane.propose()
+    assert holder.calls[-1][1].release == ("r0",)
     assert len(sequences(holder)) == 1
+    await lane.propose()
+    assert holder.calls[-1][1].release == (), "once is enough"
     assert sum(lane.pool.requests_per_draft.values()) == 3
 
 

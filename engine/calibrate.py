@@ -21,7 +21,8 @@ from engine.types import (
 StepTimes = tuple[tuple[int, float], ...]
 CONTEXT_TOKENS = 64
 TARGET_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-DRAFT_ROWS = (1, 2, 4, 8, 16)
+DRAFT_ROWS = (1, 2, 4, 8, 16, 64)
+"""Overlapped rounds draft several outcomes per request at once."""
 DRAFT_STEPS = 4
 REPEATS = 3
 BUDGET_S = 2.0
@@ -46,13 +47,18 @@ async def measure_target(verify: Callable[[VerifyRequest], Awaitable[VerifyReply
 
 async def measure_draft(propose: Callable[[ProposeRequest], Awaitable[ProposeReply]]) -> StepTimes:
     """(rows, seconds per draft step): the best of three drafts of four tokens; a call's hop is shared by its steps."""
-    names = tuple(f"calibrate-draft-{row}" for row in range(max(DRAFT_ROWS)))
-    prompt = (0,) * CONTEXT_TOKENS
-    for name in names:  # one at a time: a draft bounds how many tokens of catching up one call computes
-        opening = ProposeItem(sequence_id=name, base_length=0, tokens=prompt, depth=0, context=_CONTEXT)
-        await propose(ProposeRequest(round_id=0, items=(opening,)))
+    names: list[str] = []
+
+    async def open_sequences(rows: int) -> None:
+        for row in range(len(names), rows):  # one at a time: a draft bounds how many tokens of catching up one call computes
+            names.append(f"calibrate-draft-{row}")
+            opening = ProposeItem(
+                sequence_id=names[row], base_length=0, tokens=(0,) * CONTEXT_TOKENS, depth=0, context=_CONTEXT
+            )
+            await propose(ProposeRequest(round_id=0, items=(opening,)))
 
     async def step(rows: int) -> None:
+        await open_sequences(rows)  # in the first repeat only, which is then not the best one
         items = [
             ProposeItem(sequence_id=name, base_length=CONTEXT_TOKENS - 1, tokens=(0,), depth=DRAFT_STEPS)
             for name in names[:rows]
@@ -60,7 +66,7 @@ async def measure_draft(propose: Callable[[ProposeRequest], Awaitable[ProposeRep
         await propose(ProposeRequest(round_id=0, items=tuple(items)))
 
     times = await _best_times(DRAFT_ROWS, step)
-    await propose(ProposeRequest(round_id=0, items=(), release=names))
+    await propose(ProposeRequest(round_id=0, items=(), release=tuple(names)))
     return tuple((rows, seconds / DRAFT_STEPS) for rows, seconds in times)
 
 

@@ -70,8 +70,8 @@ def test_without_a_draft_the_outcome_is_plain() -> None:
     "ids", [COMMITTED, COMMITTED[:2], [*COMMITTED, 11, 22], [*COMMITTED, 10, 11, 24, 5], [*COMMITTED, 10, 12, 24]], ids=str
 )
 def test_tokens_that_are_no_outcome_find_nothing(ids: list[int]) -> None:
-    """Bug guarded: a round was given up, or played without asking the cache; its draft is then used for another text, or counted
-    as a miss."""
+    """Bug guarded: a round was given up, or played without asking the cache; its draft is then used for another text, or
+    counted as a miss."""
     cache = expecting()
     assert not cache.awaits("r", ids)
     cache.store(reply(*RIGHT))
@@ -179,6 +179,17 @@ def test_an_answer_after_the_question_was_given_up_is_believed() -> None:
     cache.take("r", [*COMMITTED, 20])
     assert _told(cache.store(reply(*RIGHT))) == (1, 0)
     assert not cache.outstanding
+
+
+def test_a_busy_source_does_not_take_back_what_it_has_caught_up() -> None:
+    """Bug guarded: a long prompt takes several rounds to catch up with. Meanwhile every further question is answered at once as
+    "busy", with the old length; read after the real answer it undoes all progress, and the draft never catches up."""
+    cache = expecting(PrepareItem(sequence_id="r", base_length=0, tokens=(3, 1, 4), depth=3), round_id=5)
+    cache.expect(6, PrepareItem(sequence_id="r", base_length=2, tokens=(4, 20), depth=3))
+    assert _told(cache.store(reply(round_id=5, known_length=3))) == (1, 0)
+    assert _told(cache.store(reply(round_id=6, known_length=2, reason="draft_busy"))) == (0, 0)
+    cache.expect(7, PrepareItem(sequence_id="r", base_length=3, tokens=(20,), depth=3))
+    assert _told(cache.store(reply(round_id=7, known_length=0, reason="need_context"))) == (1, 0)
 
 
 @pytest.mark.parametrize(

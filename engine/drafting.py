@@ -134,12 +134,12 @@ def _take_prepared(scheduler: Scheduler, speculating: list[Planned], drafts: Dra
     for item in speculating:
         request = item.request
         taken = scheduler.outcomes.take(request.id, request.ids)
+        if taken.kind is not None:
+            (drafts.misses if taken.outcome is None else drafts.hits)[taken.kind] += 1
         if taken.outcome is None:
             missed.append(item)
-            drafts.misses.update([taken.kind] if taken.kind else [])
             item.miss_reason = taken.reason
             continue
-        drafts.hits.update([taken.kind] if taken.kind else [])
         tokens, probs = taken.outcome.tokens[: item.depth], taken.outcome.probs
         drafts.proposals[request.id] = Proposal(
             sequence_id=request.id, tokens=tokens, probs=probs[: item.depth] if probs is not None else None
@@ -226,9 +226,10 @@ def prepare_next(scheduler: Scheduler, plan: Plan, drafts: Drafts, round_id: int
     None where there is nothing to do, in particular for depth 0: then the draft does no work at all.
     """
     items = []
+    batch_size = plan.batch_size
     for planned in plan.items:
         proposal = drafts.proposals.get(planned.request.id)
-        item = _prepare_item(scheduler, planned, proposal.tokens if proposal is not None else (), plan.batch_size, now_s)
+        item = _prepare_item(scheduler, planned, proposal.tokens if proposal is not None else (), batch_size, now_s)
         if item is not None:
             items.append(item)
             scheduler.outcomes.expect(round_id, item)

@@ -56,6 +56,8 @@ _MORE, _LEAVE = "$more", "$leave"
 _TRANSPORT_OPTIONS = [
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    # Without it gRPC waits a minute for a process that is stopped: its kernel still acknowledges what is sent.
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_ping_strikes", 0),

@@ -137,9 +137,12 @@ async def test_requests_spread_by_load(world: World) -> None:
 async def test_a_lost_lane_is_replaced_by_another(world: World) -> None:
     """Bug guarded: text lost or said twice when a lane dies, and usage that forgets what was before."""
     dying, other = [await world.start() for _ in range(2)]
-    dying.dies_at = 3
+    dying.waits_at = dying.dies_at = 3
     await world.list(dying.entry(), other.entry(num_requests=5))
-    deltas = await run(world.api)
+    stream = world.api.generate(request())
+    deltas = [await anext(stream) for _ in range(3)]
+    dying.go_on.set()
+    deltas += [delta async for delta in stream]
     assert said(deltas) == list(range(LENGTH))
     assert other.requests[0].output_ids == (0, 1, 2)
     assert other.requests[0].request_id != "r"

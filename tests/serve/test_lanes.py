@@ -181,6 +181,12 @@ async def test_no_lane_is_an_error_in_the_end(world: World) -> None:
     await api.update((gone.entry(),))
     with pytest.raises(LaneError, match="no lane is ready"):
         await run(api)
+    impatient = StreamLanes(SECRET, "api-1", resume_patience_s=0)
+    dying = await world.start()
+    dying.dies_at = 1
+    await impatient.update((dying.entry(),))
+    with pytest.raises(LaneError, match="no lane is ready"):
+        await run(impatient)
 
 
 async def test_a_lane_that_leaves_keeps_its_streams_and_gets_no_new_ones(world: World) -> None:

@@ -298,6 +298,18 @@ async def test_a_reader_that_never_comes_back_is_ended(echo: Echo) -> None:
     await server.stop()
 
 
+@pytest.mark.parametrize("number", [0, -1, WINDOW + 1, 2**63 - 1, "x", None])
+async def test_a_window_is_opened_by_sensible_numbers_only(server: tuple[WireServer, str], number: object) -> None:
+    """Bug guarded: a peer that opens the window by a strange number has it open for ever."""
+    async with raw_stream(server[1]) as stream:
+        long = msgspec.to_builtins(GenerateRequest(request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=1000)))
+        await stream.write(frame(call_id=1, kind="count", body=long))
+        answers = [msgspec.msgpack.decode(await stream.read()) for _ in range(WINDOW)]
+        await stream.write(frame(call_id=1, kind="$more", body=number))
+        answers.append(msgspec.msgpack.decode(await stream.read()))
+    assert [answer[2] for answer in answers] == ["item"] * WINDOW + ["error"]
+
+
 async def test_calls_in_flight_are_bounded(echo: Echo) -> None:
     """Bug guarded: a peer that begins calls without end fills the process."""
     server = WireServer({"verify": echo.verify}, SECRET, streams={"count": echo.count}, max_calls=1)

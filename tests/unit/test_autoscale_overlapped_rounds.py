@@ -43,7 +43,8 @@ class Request:
 
 @dataclass
 class Totals:
-    tokens: int = 0
+    tokens: float = 0.0
+    """Expected of the drafts that were verified: half of the noise of the tokens that were accepted."""
     asked: int = 0
     hits: int = 0
     outcomes: int = 0
@@ -57,7 +58,16 @@ class Totals:
 class PacedLane:
     """Rounds of a target and a draft with given step times; the source prepares as in the design (1 + depth draft steps)."""
 
-    def __init__(self, policy, batch, *, draft_s=lambda rows: DRAFT_SHARE * STEP_S, verify_s=STEP_S, beside=(1.0, 1.0), seed=3):
+    def __init__(
+        self,
+        policy,
+        batch,
+        *,
+        draft_s=lambda rows: DRAFT_SHARE * STEP_S,
+        verify_s=lambda tokens: STEP_S,
+        beside=(1.0, 1.0),
+        seed=3,
+    ):
         self.policy, self.random = policy, random.Random(seed)
         self.requests = [Request(f"r{i}") for i in range(batch)]
         self.draft_s, self.verify_s, self.beside = draft_s, verify_s, beside
@@ -123,7 +133,8 @@ class PacedLane:
             num_tokens = sum(map(len, fan_outs.values()))
             self.prepare_s = slow_draft * (self.draft_s(num_tokens) + depth * self.draft_s(rows))
             self.prepared_at_s = self.now_s + self.prepare_s + HOP_S
-        self.now_s += slow_target * self.verify_s
+        verify_s = slow_target * self.verify_s(batch + sum(depths.values()))
+        self.now_s += verify_s
         committed = 0
         for request in self.requests:
             drafted, fan_out = depths[request.name], fan_outs[request.name]
@@ -144,7 +155,7 @@ class PacedLane:
             num_drafted=sum(depths.values()),
             num_accepted=committed - batch,
             depths=tuple(depths.values()),
-            verify_time_s=slow_target * self.verify_s,
+            verify_time_s=verify_s,
             draft_time_s=asking_s + (prepare_before_s if hits or misses else 0.0),
             exposed_time_s=exposed_s,
             hits=hits,
@@ -152,7 +163,7 @@ class PacedLane:
             num_asked=num_asked,
         )
         policy.report(report, self.now_s)
-        totals.tokens += committed
+        totals.tokens += sum(expected_tokens(self.alpha, drafted) for drafted in depths.values())
         totals.asked += num_asked
         totals.hits += num_hits
         totals.outcomes += num_hits + num_misses
@@ -179,8 +190,8 @@ def best_sequential(batch, hop_s=HOP_S, draft=DRAFT):
 def test_the_paced_targets(batch, fan_out):
     """Bug guarded: depth, fan-out, asking or patience that leave the gain of overlap on the table.
 
-    Measured with this seed, over the best sequential depth and over E(9): 1.48, 1.47, 1.46, 1.46 and .82, .81, .80, .80 for
-    batches of 1, 2, 4, 8 with 3 guesses; 1.56, 1.53, 1.54, 1.53 and .86, .84, .84, .84 with the fan-out left to the policy.
+    With this seed, over the best sequential depth and over E(9): 1.52, 1.49, 1.48, 1.47 and .83, .82, .81, .81 for batches of
+    1, 2, 4, 8 with 3 guesses; 1.58, 1.54, 1.54, 1.54 and .87, .85, .85, .85 with the fan-out left to the policy.
     """
     lane = PacedLane(make_policy(fan_out=fan_out), batch)
     lane.play(200)
@@ -351,7 +362,6 @@ def test_times_that_are_no_times_teach_nothing(bad):
     """Bug guarded: NaN in a slowdown or a hop, from which it never leaves."""
     lane = PacedLane(make_policy(), 2)
     lane.play(5)
-    lane.verify_s = 0.03
     before = lane.policy.overlap_report
     depths, _ = _first_round(lane.policy, 2)
     report = StepReport(
@@ -410,3 +420,45 @@ def test_the_controllers_overlapped_prices_are_for_overlapped_rounds():
         policy.update_table(rows)
         assert policy.depth("r", 100, 1, 0.0) == depth
         assert policy.explain()["price_from"] == "controller"
+
+
+def test_a_predicted_batch_between_two_numbers_does_not_decide_the_mode():
+    """Bug guarded: overlapped rounds of 1 request compared with sequential ones of 1.7."""
+    policy = make_policy(prior_alpha=0.8)
+    policy.update_table(DepthTable(predicted_batch=1.45))
+    assert policy.depth("r", 100, 1, 0.0) == 9
+    policy.update_table(DepthTable(predicted_batch=1.7))
+    assert policy.depth("r", 100, 1, 0.1) == 9
+    assert policy.explain()["mode"] == "overlapped"
+
+
+def test_missed_requests_are_asked_for_when_the_batch_is_small():
+    """Bug guarded: asking at any batch, or at none, or by the batch that is expected and of which nobody waits yet."""
+    policy = make_policy(prior_alpha=0.8)
+    policy.update_table(DepthTable(predicted_batch=8.0))
+    depths, _ = _first_round(policy, 1)
+    assert 3 <= policy.asked_depth([("r0", depths[0])], 1, 0.0) <= 5
+    assert policy.asked_depth([("r0", 2)], 1, 0.0) == 2
+    crowd = make_policy(prior_alpha=0.8)
+    depths, _ = _first_round(crowd, 8)
+    assert crowd.asked_depth([("r0", depths[0])], 8, 0.0) == 0
+    assert crowd.asked_depth([(f"r{i}", depth) for i, depth in enumerate(depths)], 8, 0.0) >= 3
+
+
+def test_a_costly_draft_beside_a_target_whose_step_grows():
+    """Bug guarded: impatience that feeds on itself. After a plain round the verify is short and all drafts come a little late:
+    who does not wait loses them, takes a plain step again, and expects less of the next ones (measured: 170 tokens/s, not 215).
+    """
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    target = tuple(zip(sizes, (0.022, 0.024, 0.025, 0.033, 0.044, 0.070, 0.120), strict=True))
+    draft = tuple((size, 0.35 * seconds) for size, seconds in target)
+    cost, rates = RoundCost.measured(target, draft, HOP_S), []
+    for fan_out in (None, 0):
+        policy = make_policy(target_step_times=target, draft_step_times=draft, fan_out=fan_out, max_depth=8)
+        lane = PacedLane(policy, 4, draft_s=cost.draft_time, verify_s=cost.target.time)
+        lane.play(200)
+        rates.append(lane.play(400))
+        if fan_out is None:
+            assert lane.totals.overlapped == lane.totals.rounds
+            assert policy.overlap_report.laws.lost < 0.02
+    assert rates[0] > 1.3 * rates[1]

@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 from engine.testing.scripted import Held, model_info
 from engine.types import (
     ModelInfo,
+    Outcome,
+    Prepared,
+    PrepareItem,
+    PrepareReply,
+    PrepareRequest,
     Proposal,
     ProposeItem,
     ProposeReply,
@@ -84,9 +89,40 @@ class TableModel:
         for sequence_id in request.release:
             self._held.pop(sequence_id, None)
         drafting = [_Drafting(item, self._open(item)) for item in request.items]
+        self._draw_all(drafting)
+        return ProposeReply(round_id=request.round_id, proposals=tuple(draft.proposal() for draft in drafting), num_steps=1)
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """As `OverlappedSource.prepare`; the forks of all items advance together."""
+        for sequence_id in request.release:
+            self._held.pop(sequence_id, None)
+        opened = [(item, self._open(item)) for item in request.items]
+        forks = self._forks([(item, held) for item, held in opened if held is not None and item.fan_out])
+        self._draw_all([fork.drafting for own in forks.values() for fork in own])
+        prepared = tuple(
+            _no_context(item) if held is None else _as_prepared(item, forks.get(item.sequence_id, [])) for item, held in opened
+        )
+        return PrepareReply(round_id=request.round_id, prepared=prepared, num_steps=1)
+
+    def _forks(self, opened: list[tuple[PrepareItem, Held]]) -> "dict[str, list[_Fork]]":
+        """For every sequence a fork per guess at the outcome of verifying its item's draft."""
+        from engine.sampling import SampledSequence, likeliest_next
+
+        if not opened:
+            return {}
+        sequences = [
+            SampledSequence(held.context.params, held.context.prompt_length, [*held.ids, *item.draft], item.draft)
+            for item, held in opened
+            if held.context is not None
+        ]
+        rows = self.table[[token for s in sequences for token in s.ids[len(s.ids) - s.num_rows :]]]
+        count = 1 + max(max(item.fan_out) for item, _ in opened)  # one of them may be the draft's own token
+        ranked = iter(likeliest_next(rows, sequences, self._info.eos_token_ids, count))
+        return {item.sequence_id: _guessed(item, held, [next(ranked) for _ in item.fan_out]) for item, held in opened}
+
+    def _draw_all(self, drafting: "list[_Drafting]") -> None:
         for step in range(max((draft.item.depth for draft in drafting), default=0)):
             self._draw([draft for draft in drafting if draft.held is not None and draft.item.depth > step])
-        return ProposeReply(round_id=request.round_id, proposals=tuple(draft.proposal() for draft in drafting), num_steps=1)
 
     def _draw(self, drafting: "list[_Drafting]") -> None:
         from engine.sampling import SampledSequence, propose_tokens
@@ -104,7 +140,7 @@ class TableModel:
             draft.tokens.append(token)
             draft.probs += [q] if q is not None else []
 
-    def _open(self, item: "VerifyItem | ProposeItem") -> Held | None:
+    def _open(self, item: VerifyItem | ProposeItem | PrepareItem) -> Held | None:
         held = self._held.get(item.sequence_id)
         if item.context is not None and item.base_length == 0:
             held = self._held[item.sequence_id] = Held(context=item.context)
@@ -116,7 +152,7 @@ class TableModel:
 
 @dataclass(slots=True)
 class _Drafting:
-    item: ProposeItem
+    item: ProposeItem | PrepareItem
     held: Held | None
     tokens: list[int] = field(default_factory=list)
     probs: list[SparseProbs] = field(default_factory=list)
@@ -133,6 +169,42 @@ class _Drafting:
             probs=tuple(self.probs) if self.probs else None,
             known_length=self.item.base_length + len(self.item.tokens),
         )
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A sequence as it will be after ``accepted`` draft tokens and ``token``, and its draft from there."""
+
+    accepted: int
+    token: int
+    drafting: _Drafting
+
+
+def _guessed(item: PrepareItem, held: Held, ranked: list[list[int]]) -> list[_Fork]:
+    """The forks after the likeliest tokens but the draft's own; ``ranked``: per number of accepted tokens, the best first."""
+    forks: list[_Fork] = []
+    for accepted, (tokens, count) in enumerate(zip(ranked, item.fan_out, strict=True)):
+        others = [token for token in tokens if token not in item.draft[accepted : accepted + 1]]
+        ids = [*held.ids, *item.draft[:accepted]]
+        forks += [_Fork(accepted, token, _Drafting(item, Held([*ids, token], held.context))) for token in others[:count]]
+    return forks
+
+
+def _no_context(item: PrepareItem) -> Prepared:
+    return Prepared(sequence_id=item.sequence_id, reason="need_context")
+
+
+def _as_prepared(item: PrepareItem, forks: list[_Fork]) -> Prepared:
+    outcomes = tuple(
+        Outcome(
+            accepted=fork.accepted,
+            token=fork.token,
+            tokens=tuple(fork.drafting.tokens),
+            probs=tuple(fork.drafting.probs) or None,
+        )
+        for fork in forks
+    )
+    return Prepared(sequence_id=item.sequence_id, outcomes=outcomes, known_length=item.base_length + len(item.tokens))
 
 
 def _as_verdict(item: VerifyItem, decision: "Decision", scores: tuple[TokenLogprob, ...] | None) -> Verdict:

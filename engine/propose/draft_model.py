@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models import LoadedModel
+from engine.propose.captured import REFUSED, CapturedDrafts, Wanted, captured_drafts, pick_rows
 from engine.sampling import DRAFT_PROBS, SampledSequence, propose_tokens
 from engine.types import ModelInfo, Proposal, ProposeItem, ProposeReply, ProposeRequest, SequenceContext, SparseProbs
 from engine.verify.attention import Chunk
@@ -95,6 +96,7 @@ class DraftModel:
         self._top_n = top_n
         self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences: dict[str, _Held] = {}  # the longest unused first
+        self._captured = captured_drafts(self.model)
 
     @property
     def name(self) -> str:
@@ -133,6 +135,9 @@ class DraftModel:
         """Catch up and draft. Returns the number of forwards."""
         tasks, logits = self._catch_up(opened)
         num_steps = int(logits is not None)
+        if self._captured is not None and logits is not None:
+            tasks, logits, num_captured = self._draft_captured(self._captured, tasks, logits)
+            num_steps += num_captured
         while tasks and logits is not None:
             tasks = self._draw(tasks, logits)
             if tasks:
@@ -142,6 +147,25 @@ class DraftModel:
             for task in opened:
                 self._register(task)
         return num_steps
+
+    def _draft_captured(self, captured: CapturedDrafts, tasks: list[_Task], logits: Tensor) -> tuple[list[_Task], Tensor, int]:
+        """Draft by graphs what can be. Returns the other tasks, their rows of the logits, and the number of forwards."""
+        wanted = [Wanted(task.held.cached, task.held.context, task.item.depth) for task in tasks]
+        chosen = [i for i, one in enumerate(wanted) if one.is_simple]
+        others = [i for i, one in enumerate(wanted) if not one.is_simple]
+        drawn = captured.draft(pick_rows(logits, chosen), [wanted[i] for i in chosen]) if chosen else None
+        if drawn is None:
+            return tasks, logits, 0
+        for i, tokens in zip(chosen, drawn, strict=True):
+            self._take_all(tasks[i], tokens)
+        return [tasks[i] for i in others], pick_rows(logits, others), max(map(len, drawn)) - 1
+
+    def _take_all(self, task: _Task, tokens: list[int]) -> None:
+        """Add drafted tokens, all but the last of which were fed back, up to the first after which none may follow."""
+        for index, token in enumerate(tokens):
+            if not self._take(task, token, None, token != REFUSED) or index == len(tokens) - 1:
+                return
+            task.held.cached.ids.append(token)
 
     def _register(self, task: _Task) -> None:
         """Let others find what is committed, unless it gave logits that are no numbers."""

@@ -9,9 +9,10 @@ linear layers and the paged attention (one split; the same bounds on rows and ke
 any number of rows. cuBLAS may choose another kernel for another bucket; then the probe finds it and the invariant ones run.
 """
 
+import contextlib
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,6 @@ SEQUENCES = (1, 8, 64)
 """A sequence that is padding has no rows and costs next to nothing, so few sizes do."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Of all sequences together. From a few hundred rows on a step is bound by arithmetic, which padding adds to."""
-WARM_UPS = 2
-"""Runs before a capture, in which libraries load kernels and allocate what they keep."""
 
 
 class Bucket(NamedTuple):
@@ -86,22 +85,36 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._anchor = torch.cuda.CUDAGraph()  # a pool that no graph uses any more cannot be used again
+        with torch.cuda.graph(self._anchor, stream=self._stream):
+            torch.zeros(1, device=device)
 
     def record(self, run: Callable[[], None]) -> Replay:
         """As `Recorder.record`."""
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # libraries load kernels and allocate what they keep
+            with _refusing_to_wait():
                 run()
-        current.wait_stream(side)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may go on using the device.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._anchor.pool(), self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
+
+
+@contextlib.contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """An operation that waits for the device raises here, where nothing is broken by it, instead of in a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}

@@ -395,3 +395,45 @@ def test_one_read_decides_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own[3].error is not None
     assert own[0].accepted >= 1
     assert len(reads) == 1
+
+
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}],
+    "coupled": [{"temperature": 1.0}, {"temperature": 0.7}],
+    "both": [{"temperature": 0.0}, {"temperature": 0.7}],
+    "penalties": [{"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 5, "temperature": 0.0}],
+    "rejection": [{"rule": "rejection"}],
+    "block": [{"rule": "block"}],
+}
+
+
+class _Read(Exception):
+    pass
+
+
+def decide_without_numbers(monkeypatch: pytest.MonkeyPatch, kinds: list[dict[str, Any]]) -> None:
+    """Decide on a device that has shapes and no numbers: whatever looks at one fails, and the read raises `_Read`."""
+
+    def reading(tensor: Tensor) -> Tensor:
+        raise _Read
+
+    monkeypatch.setattr(sampling, "read", reading)
+    drafts = [(3, 4), (), (9,), (1, 2, 3)]
+    sequences = [
+        SampledSequence(SamplingParams(seed=i, **kinds[i % len(kinds)]), 2, [5, 6, 7, *own], own)
+        for i, own in enumerate(drafts)
+    ]
+    sampling.decide(torch.empty(10, 50, device="meta", dtype=torch.bfloat16), sequences, (2,))
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS.keys())
+def test_nothing_waits_before_the_verdict_is_read(monkeypatch: pytest.MonkeyPatch, kinds: list[dict[str, Any]]) -> None:
+    """Bug guarded: a number looked at on the host, or a shape that depends on one, between the forward and the verdict."""
+    with pytest.raises(_Read):
+        decide_without_numbers(monkeypatch, kinds)
+
+
+def test_a_device_without_numbers_finds_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: the test above passing whatever is done. Filters do look: how many tokens they leave is a shape."""
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        decide_without_numbers(monkeypatch, [{"top_k": 5}])

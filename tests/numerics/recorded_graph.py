@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from engine.verify import graphs, kv_cache, ragged
 from engine.verify.attention import cuda
 
-KEYS = 256
+KEYS = 320
 """Keys that every sum of the stand-in attention runs over, so that a row's bits cannot depend on the width of a table."""
 BLOCK_SIZE = 64
 REFUSED = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "equal")

@@ -94,11 +94,13 @@ class CudaRecorder:
         """As `Recorder.record`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()  # libraries load kernels and allocate what they keep
-            with _refusing_to_wait():
-                run()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()  # libraries load kernels and allocate what they keep
+                with _refusing_to_wait():
+                    run()
+        finally:  # also what a run began that broke off
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may go on using the device.
         with torch.cuda.graph(graph, self._anchor.pool(), self._stream, capture_error_mode="thread_local"):

@@ -55,10 +55,15 @@ def gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
     finite maximum.
     """
     if logits.device.type != "cpu":
-        return (gumbel(keys, torch.arange(logits.shape[1], device=logits.device)) + logits).argmax(dim=-1)
+        return plain_gumbel_argmax(logits, keys)
     rows = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     parts = zip(torch.split(logits, rows), torch.split(keys, rows), strict=True)
     return torch.cat([_pruned_argmax(*part) for part in parts]) if len(logits) else keys
+
+
+def plain_gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
+    """As `gumbel_argmax`, with noise for every token: what a device does in a fixed number of steps."""
+    return (gumbel(keys, torch.arange(logits.shape[1], device=logits.device)) + logits).argmax(dim=-1)
 
 
 def argmax_among(scores: Tensor, ids: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.transfer import moved, on_device
 from engine.types import SamplingParams, SparseProbs
 
 WINDOWS = (10.0, 25.0, torch.inf)
@@ -48,6 +49,11 @@ class SampledSequence:
     def first_position(self) -> int:
         """Position of the token that the first row predicts."""
         return len(self.ids) - len(self.draft)
+
+
+def is_plain(params: SamplingParams, num_output: int) -> bool:
+    """Whether nothing changes single tokens' logits once ``num_output`` tokens are made; nor later then."""
+    return not (_is_penalised(params) or params.logit_bias or num_output < params.min_tokens)
 
 
 def per_row(sequences: Sequence[SampledSequence], value: Callable[[SamplingParams], float]) -> list[float]:
@@ -100,7 +106,7 @@ def _penalise(logits: Tensor, rows: Sequence[int], sequences: Sequence[SampledSe
     at, ids = _on(logits, row), _on(logits, token)
 
     def value(of: Callable[[SamplingParams], float]) -> Tensor:
-        return torch.tensor([of(s.params) for s in sequences], dtype=logits.dtype, device=logits.device)[_on(logits, owner)]
+        return on_device([of(s.params) for s in sequences], logits.dtype, logits.device)[_on(logits, owner)]
 
     counts = _on(logits, count).to(logits.dtype)
     old, factor = logits[at, ids], value(lambda params: params.repetition_penalty)
@@ -189,7 +195,7 @@ def _spread(rows: Sequence[int], sequences: Sequence[SampledSequence], sizes: In
 
 
 def _on(like: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+    return moved(torch.from_numpy(array), like.device)
 
 
 # --- temperature and filters ------------------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ def tempered(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     temperatures = per_row(sequences, lambda params: params.temperature)
     if all(value == 1.0 for value in temperatures):
         return logits
-    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+    return logits / on_device(temperatures, logits.dtype, logits.device)[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from engine.accept import DraftProbs, Drafts, TargetProbs, Verdicts, block, coup
 from engine.accept.greedy import most_likely
 from engine.noise import Stream
 from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, tempered
+from engine.transfer import moved, on_device, read
 from engine.types import SparseProbs, TokenLogprob
 
 __all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "likeliest_next", "propose_tokens", "token_logprobs"]
@@ -39,6 +40,8 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
 
     A sequence fails when a row that it needs has no token to draw; rows after a refused draft token cannot make it fail.
     """
+    if logits.device.type != "cpu":
+        return _decide_with_one_read(logits, sequences, eos_token_ids)
     decisions: list[Decision | None] = [None] * len(sequences)
     starts = first_rows(sequences)
     for rule, members in _alike(sequences):
@@ -49,6 +52,31 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
         for i, decision in zip(members, _to_decisions(verdicts, raw, usable, chosen), strict=True):
             decisions[i] = decision
     return [decision for decision in decisions if decision is not None]
+
+
+def _decide_with_one_read(
+    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]
+) -> list[Decision]:
+    """As `decide`, where reading waits for the device: all rules first, then (accepted, tokens, finite rows) of all at once."""
+    starts = first_rows(sequences)
+    groups: list[tuple[list[int], list[SampledSequence], Tensor]] = []
+    results: list[Tensor] = []
+    for rule, members in _alike(sequences):
+        chosen = [sequences[i] for i in members]
+        raw = _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]).float()
+        processed = penalised(raw, chosen, eos_token_ids)
+        finite = _finite_rows(raw, processed)
+        processed = processed.masked_fill(~finite[:, None], 0.0)
+        verdicts = _DECIDE[rule](processed, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
+        groups.append((members, chosen, raw))
+        results += [verdicts.accepted, verdicts.tokens, finite.to(torch.int64)]
+    parts = iter(torch.split(read(torch.cat(results)), [len(result) for result in results]))
+    decisions: dict[int, Decision] = {}
+    for members, chosen, raw in groups:
+        verdicts = Verdicts(next(parts), next(parts))
+        usable = [bool(flag) for flag in next(parts).tolist()]
+        decisions.update(zip(members, _to_decisions(verdicts, raw, usable, chosen), strict=True))
+    return [decisions[i] for i in range(len(sequences))]
 
 
 def propose_tokens(
@@ -156,7 +184,7 @@ def _propose_with_probs(logits: Tensor, sequences: Sequence[SampledSequence], nu
     values, ids = scaled.topk(min(num_probs, scaled.shape[1]), dim=-1)
     q = torch.softmax(values.double(), dim=-1)
     keys = _round_keys(sequences, Stream.DRAFT, logits.device)
-    drawn = torch.tensor([s.num_drawn for s in sequences], device=logits.device)
+    drawn = on_device([s.num_drawn for s in sequences], torch.int64, logits.device)
     scores = noise.gumbel(keys, ids + drawn[:, None] * scaled.shape[1]) + q.log()
     tokens = ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
     pairs = [_positive_pairs(i, p) for i, p in zip(ids.tolist(), q.tolist(), strict=True)]
@@ -260,7 +288,7 @@ def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     rows = [row for start, count in spans for row in range(start, start + count)]
     if len(rows) == logits.shape[0]:
         return logits
-    return logits[torch.tensor(rows, device=logits.device)]
+    return logits[on_device(rows, torch.int64, logits.device)]
 
 
 def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
@@ -269,17 +297,20 @@ def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids:
     Rows without one come back as zeros, so that nothing after this sees a number that is not finite.
     """
     processed = penalised(raw, sequences, eos_token_ids)
-    finite = torch.isfinite(raw.amax(dim=-1))
-    if processed is not raw:
-        finite &= torch.isfinite(processed.amax(dim=-1))
+    finite = _finite_rows(raw, processed)
     usable: list[bool] = finite.tolist()
     return processed if all(usable) else processed.masked_fill(~finite[:, None], 0.0), usable
+
+
+def _finite_rows(raw: Tensor, processed: Tensor) -> Tensor:
+    finite = torch.isfinite(raw.amax(dim=-1))
+    return finite if processed is raw else finite & torch.isfinite(processed.amax(dim=-1))
 
 
 def _keys(sequences: Sequence[SampledSequence], stream: Stream, device: torch.device) -> Tensor:
     seeds = [noise.signed64(s.params.seed) for s in sequences for _ in range(s.num_rows)]
     positions = [s.first_position + j for s in sequences for j in range(s.num_rows)]
-    keys = torch.tensor([seeds, positions], dtype=torch.int64, device=device)
+    keys = on_device([seeds, positions], torch.int64, device)
     return noise.row_keys(keys[0], keys[1], stream)
 
 
@@ -291,7 +322,7 @@ def _round_keys(sequences: Sequence[SampledSequence], stream: Stream, device: to
     """
     seeds = [noise.signed64(s.params.seed) for s in sequences]
     committed = [s.first_position - s.num_drawn for s in sequences]
-    keys = torch.tensor([seeds, committed], dtype=torch.int64, device=device)
+    keys = on_device([seeds, committed], torch.int64, device)
     return noise.row_keys(keys[0], keys[1], stream)
 
 
@@ -309,7 +340,7 @@ def _draft_probs(sequences: Sequence[SampledSequence], device: torch.device) -> 
     ids[at] = np.fromiter(chain.from_iterable(tokens for tokens, _ in flat), np.int64)
     probs[at] = np.fromiter(chain.from_iterable(masses for _, masses in flat), np.float64)
     shape = (len(pairs), depth, ids.shape[1])
-    return DraftProbs(torch.from_numpy(ids).view(shape).to(device), torch.from_numpy(probs).view(shape).to(device))
+    return DraftProbs(*(moved(torch.from_numpy(part).view(shape), device) for part in (ids, probs)))
 
 
 def _positive_pairs(ids: list[int], probs: list[float]) -> SparseProbs:

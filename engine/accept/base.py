@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.transfer import on_device
+
 Draw = Callable[[Tensor, Tensor], Tensor]
 """(log-weights [M, V] up to a constant per row, rows int64 [M] of the verify that they stand for) -> one token each, int64 [M].
 
@@ -34,9 +36,10 @@ class Drafts:
         lengths = [len(draft) for draft in drafts]
         width = max(lengths, default=0)
         padded = [list(draft) + [-1] * (width - len(draft)) for draft in drafts]
-        lengths_tensor = torch.tensor(lengths, dtype=torch.int64, device=device)
+        device = torch.device(device)
+        lengths_tensor = on_device(lengths, torch.int64, device)
         return cls(
-            tokens=torch.tensor(padded, dtype=torch.int64, device=device).view(len(drafts), width),
+            tokens=on_device(padded, torch.int64, device).view(len(drafts), width),
             lengths=lengths_tensor,
             first_row=lengths_tensor.cumsum(0) + torch.arange(len(drafts), device=device) - lengths_tensor,
         )

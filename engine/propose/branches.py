@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.propose.captured import REFUSED
 from engine.sampling import SampledSequence, likeliest_next, propose_tokens
 from engine.types import Outcome, SamplingParams, SequenceContext, SparseProbs
 from engine.verify.blocks import CachedSequence
@@ -60,6 +61,20 @@ def draw(
         if not ends and len(branch.tokens) < branch.depth and len(branch.cached.ids) < max_context:
             going_on.append(branch)
     return going_on
+
+
+def take_all(branch: Branch, tokens: Sequence[int], eos_token_ids: tuple[int, ...]) -> None:
+    """Add drafted tokens, all but the last of which were computed, up to the first after which none may follow."""
+    for index, token in enumerate(tokens):
+        if token == REFUSED:
+            branch.is_finite = False
+            return
+        if index > 0:
+            branch.cached.ids.append(branch.last)
+        branch.tokens.append(token)
+        branch.last = token
+        if ends_text(token, branch.context.params, eos_token_ids):
+            return
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.models import LoadedModel
-from engine.propose.branches import Branch, Guess, Verifying, draw, guess
+from engine.propose.branches import Branch, Guess, Verifying, draw, guess, take_all
+from engine.propose.captured import Wanted, captured_drafts, pick_rows
 from engine.propose.sequences import Sequences
 from engine.propose.tasks import Item, Task, asks_for_drafts
 from engine.sampling import DRAFT_PROBS
@@ -86,6 +87,8 @@ class DraftModel:
         self._top_n = top_n
         self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences = Sequences(self.model)
+        self._captured = captured_drafts(self.model)
+        self._num_steps = 0
 
     @property
     def name(self) -> str:
@@ -173,17 +176,17 @@ class DraftModel:
         in_use = {task.item.sequence_id for task in tasks}
         try:
             ready, logits = self._catch_up(tasks, in_use)
-            num_steps = int(logits is not None)
+            self._num_steps = int(logits is not None)
             branches = self._begin(ready, logits, in_use) if logits is not None else []
             while branches:
                 logits = self.model.forward([Chunk(branch.cached, [branch.last], 1) for branch in branches])
-                num_steps += 1
+                self._num_steps += 1
                 branches = self._draw(branches, logits)
         finally:
             self._sequences.release_forks(tasks)
         for task in tasks:
             self._conclude(task)
-        return num_steps
+        return self._num_steps
 
     def _conclude(self, task: Task) -> None:
         """Say why there is nothing, and let others find what is committed, unless it gave logits that are no numbers."""
@@ -260,7 +263,24 @@ class DraftModel:
         return [*branches, *self._fork(ready[len(proposing) :], logits[len(proposing) :], in_use)]
 
     def _draw(self, branches: list[Branch], logits: Tensor) -> list[Branch]:
+        """Draft one token per branch, or all where the steps are graphs. Returns the branches that go on."""
+        branches, logits = self._draw_captured(branches, logits)
         return draw(branches, logits, self._info.eos_token_ids, self._top_n, self.model.max_context) if branches else []
+
+    def _draw_captured(self, branches: list[Branch], logits: Tensor) -> tuple[list[Branch], Tensor]:
+        """Draft by graphs what can be. Returns the other branches and their rows of the logits."""
+        wanted = [Wanted(branch.cached, branch.context, branch.depth - len(branch.tokens)) for branch in branches]
+        chosen = [i for i, one in enumerate(wanted) if one.is_simple]
+        if self._captured is None or not chosen:
+            return branches, logits
+        drawn = self._captured.draft(pick_rows(logits, chosen), [wanted[i] for i in chosen])
+        if drawn is None:
+            return branches, logits
+        self._num_steps += max(map(len, drawn)) - 1
+        for i, tokens in zip(chosen, drawn, strict=True):
+            take_all(branches[i], tokens, self._info.eos_token_ids)
+        others = [i for i, one in enumerate(wanted) if not one.is_simple]
+        return [branches[i] for i in others], pick_rows(logits, others)
 
     def _fork(self, tasks: Sequence[Task], logits: Tensor, in_use: set[str]) -> list[Branch]:
         """A branch for every outcome worth one, the best first while there is room."""

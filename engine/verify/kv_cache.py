@@ -15,6 +15,9 @@ MEMORY_SHARE = 0.3
 MAX_SEQUENCES = 64
 """A cache is not made larger than this many sequences of full length need."""
 
+SCRATCH_BLOCKS = {"cuda": 1}
+"""By type of device, blocks behind those of the pool: they belong to nobody, and padded rows write there."""
+
 
 class LayerCache:
     """K and V of one attention call for every slot of the pool.
@@ -74,10 +77,16 @@ class KVCache:
         """Memory that one token takes over all layers; known after the first forward."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
+    @property
+    def scratch_block(self) -> int:
+        """The first block behind the pool's; there on devices with `SCRATCH_BLOCKS`."""
+        return self.pool.num_blocks
+
     def layer(self, call: int, keys: Tensor, values: Tensor) -> LayerCache:
         """The cache of the call-th attention of a forward; made when it is asked for the first time."""
         if call == len(self.layers):
-            self.layers.append(LayerCache(self.pool.num_blocks * self.pool.block_size, keys, values))
+            num_blocks = self.pool.num_blocks + SCRATCH_BLOCKS.get(keys.device.type, 0)
+            self.layers.append(LayerCache(num_blocks * self.pool.block_size, keys, values))
         return self.layers[call]
 
     def reserve(self, sequence: CachedSequence, num_tokens: int) -> None:
@@ -121,13 +130,23 @@ class KVCache:
 
 
 def affordable_blocks(
-    name: str, bytes_per_token: int, block_size: int, max_context: int, device: torch.device, requested_tokens: int | None
+    name: str,
+    bytes_per_token: int,
+    block_size: int,
+    max_context: int,
+    device: torch.device,
+    requested_tokens: int | None,
+    reserved_bytes: int = 0,
 ) -> int:
-    """Number of blocks: as requested, else from the free memory. Raises `ModelError` when that is not even one."""
+    """Number of blocks: as requested, else from the free memory but for ``reserved_bytes``.
+
+    Raises `ModelError` when that is not even one.
+    """
     if requested_tokens is not None:
         tokens = requested_tokens
     else:
-        tokens = min(int(available_bytes(device) * MEMORY_SHARE) // bytes_per_token, MAX_SEQUENCES * max_context)
+        free = max(available_bytes(device) - reserved_bytes, 0)
+        tokens = min(int(free * MEMORY_SHARE) // bytes_per_token, MAX_SEQUENCES * max_context)
     if tokens < block_size:
         raise ModelError(
             f"{name}: no room for a KV cache: one block of {block_size} tokens takes "

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from engine.errors import ModelError
 from engine.models import LoadedModel
 from engine.types import ModelInfo
-from engine.verify.attention import NAME, AttentionState, Chunk, Kernels, MakeBackend, Mask, pack, run_with
-from engine.verify.attention.cpu import PaddedAttention
+from engine.verify.attention import NAME, AttentionState, Chunk, Kernels, Mask, Prepare, cpu, cuda, run_with
 from engine.verify.dense import DenseModel
+from engine.verify.graphs import FIRST_BUCKETS, RECORDERS, GraphedForward, Network, reserved_bytes
 from engine.verify.invariance import RowInvariance, probe
 from engine.verify.invariance import random_ids as _random_ids
 from engine.verify.kv_cache import CachedSequence, KVCache, affordable_blocks
@@ -33,7 +33,6 @@ from engine.verify.native.model import NativeModel
 logger = logging.getLogger(__name__)
 
 Weights = Literal["exact", "int8"]
-Network = Callable[[AttentionState], Tensor]
 Forward = Callable[[KVCache, Sequence[Chunk]], Tensor]
 """Logits [R, V] of the wanted tokens of all chunks, or of one row where none are wanted."""
 Reference = list[tuple[list[int], Tensor]]
@@ -102,16 +101,27 @@ class RaggedModel:
         """Ids that have an embedding; those from ``vocab_size`` on are padding."""
         self.max_context = min(loaded.max_context, max_context or loaded.max_context, context_limit(loaded.config))
         self._weights = weights
-        self._backend, self._block_size = _backend(self.device)
+        self._prepare_batch, self._block_size = _attention(self.device)
         self._attention: Kernels = "fast"
         self._linears: list[Linear] = []
         self._masks: dict[int, Mask] = {}
         self.network: Literal["native", "dense", "generic"] = "native"
         """What runs: compiled kernels, the lean forward in torch's operations, or transformers' own code."""
         self.path_reason = f"the lean forward of {loaded.config.model_type} reproduces the plain one"
+        self.graphs: GraphedForward | None = None
+        """Steps of few tokens as recorded graphs, where the device has them."""
+        self._network: Network | None = None
+        """The forward over one batch, but for compiled kernels."""
         self._forward, bytes_per_token, reference = self._prepare()
+        self.graphs = self._make_graphs(reference)
         num_blocks = affordable_blocks(
-            loaded.name, bytes_per_token, self._block_size, self.max_context, self.device, kv_capacity_tokens
+            loaded.name,
+            bytes_per_token,
+            self._block_size,
+            self.max_context,
+            self.device,
+            kv_capacity_tokens,
+            self._reserved_bytes,
         )
         self.cache = KVCache(num_blocks, self._block_size)
         self.numerics: Kernels = "fast"
@@ -120,6 +130,7 @@ class RaggedModel:
         """The verdict on them."""
         if numerics is not None:
             self._choose_kernels(numerics, reference)
+        self._capture_first()
         self.step_times = self._measure_step_times()
 
     @property
@@ -156,9 +167,11 @@ class RaggedModel:
         return logits[: sum(chunk.num_logits for chunk in chunks), : self.loaded.vocab_size]
 
     def _run_packed(self, network: Network, cache: KVCache, chunks: Sequence[Chunk]) -> Tensor:
-        """As `Forward`, in torch's operations."""
-        backend = self._backend(chunks, self._block_size, self.device, self._attention)
-        batch = pack(chunks, backend.order, self._block_size, self.device)
+        """As `Forward`, in torch's operations: by a graph where there is one for the step."""
+        logits = None if self.graphs is None else self.graphs.forward(cache, chunks)
+        if logits is not None:
+            return logits
+        batch, backend = self._prepare_batch(chunks, self._block_size, self.device, self._attention)
         return network(AttentionState(batch, backend, cache, self.max_context, self._masks))
 
     # --- loading ------------------------------------------------------------------------------------------------------------
@@ -190,7 +203,8 @@ class RaggedModel:
         with architecture_errors(self.loaded):
             replace_linears(model, self._make)
             replace_rms_norms(model)
-            generic = partial(self._run_packed, generic_forward(model))
+            self._network = generic_forward(model)
+            generic = partial(self._run_packed, self._network)
             error, bytes_per_token = self._error(generic, reference)
         if not error <= self._max_error:
             raise ModelError(f"{self.loaded.name}: with faster layers its logits are off by {error:.2g} of their spread")
@@ -209,7 +223,8 @@ class RaggedModel:
         if not DenseModel.supports(model):
             return None
         dtype = torch.float32 if self._weights == "int8" else self.loaded.dtype
-        return partial(self._run_packed, DenseModel(model, self._make, dtype).forward)
+        self._network = DenseModel(model, self._make, dtype).forward
+        return partial(self._run_packed, self._network)
 
     def _check_packing(self, reference: Reference) -> None:
         """Make our attention the model's, before anything else in it is changed. Raises `UnsupportedArchitecture`."""
@@ -237,10 +252,10 @@ class RaggedModel:
     def _max_error(self) -> float:
         return largest_error(self.loaded.dtype, self._weights)
 
-    def _error(self, forward: Forward, reference: Reference) -> tuple[float, int]:
+    def _error(self, forward: Forward, reference: Reference, cache: KVCache | None = None) -> tuple[float, int]:
         """Error of packed steps over two sequences, in chunks and with a rollback, and the KV cache's bytes per token."""
         first, second = CachedSequence(), CachedSequence()
-        cache = KVCache(8 + 256 // self._block_size, self._block_size)
+        cache = cache or self._small_cache()
 
         def step(first_ids: list[int], second_ids: list[int]) -> tuple[Tensor, Tensor]:
             chunks = [Chunk(first, first_ids, len(first_ids)), Chunk(second, second_ids, len(second_ids))]
@@ -256,6 +271,54 @@ class RaggedModel:
         late = step(a[9:], b[12:])
         got = torch.cat([early[0], late[0], early[1], middle[1], late[1]])
         return relative_error(got, reference, self.loaded.vocab_size), cache.bytes_per_token
+
+    def _small_cache(self) -> KVCache:
+        return KVCache(8 + 256 // self._block_size, self._block_size)
+
+    # --- graphs -------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _make_graphs(self, reference: Reference) -> GraphedForward | None:
+        """Graphs that reproduce the loaded model too, where the device can record them."""
+        make = RECORDERS.get(self.device.type)
+        if make is None or self._network is None or self._prepare_batch is not cuda.prepare:
+            return None
+        self.graphs = GraphedForward(
+            self.loaded.name,
+            self._network,
+            make(self.device),
+            device=self.device,
+            block_size=self._block_size,
+            max_context=self.max_context,
+            masks=self._masks,
+        )
+        cache = self._small_cache()
+        self._error(self._forward, reference, cache)
+        error, _ = self._error(self._forward, reference, cache)  # the same graphs once more, with other numbers
+        if self.graphs.refusal is not None:
+            return None
+        if not error <= self._max_error:  # captured once, some number was taken for one that never changes
+            logger.warning("%s: as graphs its steps are off by %.2g and are launched one by one", self.loaded.name, error)
+            return None
+        return self.graphs
+
+    @property
+    def _reserved_bytes(self) -> int:
+        if self.graphs is None:
+            return 0
+        hidden_size: int = self.loaded.model.get_input_embeddings().weight.shape[1]
+        return reserved_bytes(self.num_ids, hidden_size, self.loaded.dtype.itemsize)
+
+    @torch.inference_mode()
+    def _capture_first(self) -> None:
+        """Capture what nearly every deployment needs, after a forward that makes the tensors of the KV cache."""
+        if self.graphs is None:
+            return
+        sequence = CachedSequence()
+        self.cache.reserve(sequence, 1)
+        self.forward([Chunk(sequence, [0], 1)])
+        self.cache.truncate(sequence, 0)
+        self.graphs.capture(self.cache, FIRST_BUCKETS)
 
     # --- kernels ------------------------------------------------------------------------------------------------------------
 
@@ -280,6 +343,8 @@ class RaggedModel:
         self._attention = attention
         for layer in self._linears:
             layer.invariant = linears == "invariant"
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @torch.inference_mode()
     def _still_correct(self, reference: Reference) -> bool:
@@ -382,16 +447,14 @@ def generic_forward(model: Any) -> Network:
     return forward
 
 
-def _backend(device: torch.device) -> tuple[MakeBackend, int]:
+def _attention(device: torch.device) -> tuple[Prepare, int]:
     """Attention for a device, and the block size that suits it."""
     if device.type != "cuda":
-        return PaddedAttention, CPU_BLOCK_SIZE
-    from engine.verify.attention import cuda
-
+        return cpu.prepare, CPU_BLOCK_SIZE
     if cuda.has_paged_kernel():
-        return cuda.VarlenAttention, cuda.BLOCK_SIZE
+        return cuda.prepare, cuda.BLOCK_SIZE
     logger.warning("torch %s has no attention over pages, so padded groups run, which are slower", torch.__version__)
-    return PaddedAttention, cuda.BLOCK_SIZE
+    return cpu.prepare, cuda.BLOCK_SIZE
 
 
 def context_limit(config: Any) -> int:

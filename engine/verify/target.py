@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.models import LoadedModel
 from engine.sampling import Decision, SampledSequence, decide, token_logprobs
+from engine.transfer import on_device
 from engine.types import ModelInfo, SequenceContext, TokenLogprob, Verdict, VerifyItem, VerifyReply, VerifyRequest
 from engine.verify.attention import Chunk, Kernels
 from engine.verify.blocks import OutOfBlocks
@@ -261,4 +262,4 @@ def _score(items: Sequence[VerifyItem], held: Sequence[_Held], logits: Tensor) -
         scores.append(token_logprobs(rows, list(item.scored), num_top) if item.scored else None)
         sampled += range(end - len(item.draft) - 1, end) if item.sample else ()
         row = end
-    return scores, logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
+    return scores, logits[on_device(sampled, torch.int64, logits.device)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from engine.transfer import on_device
 from engine.verify.kv_cache import CachedSequence, KVCache, LayerCache
 
 NAME = "outrider"
@@ -90,22 +91,14 @@ class AttentionSpec:
 class Backend(Protocol):
     """Attention of one packed batch."""
 
-    order: list[int]
-    """How the chunks must be packed."""
-
     def attend(self, query: Tensor, layer: LayerCache, spec: AttentionSpec) -> Tensor:
         """Attention of query [T, Hq, D] over the cached K and V, new tokens included: heads side by side, [T, Hq * Dv]."""
 
 
-MakeBackend = Callable[[Sequence[Chunk], int, torch.device, Kernels], Backend]
-"""(chunks, block size, device, kernels) -> their attention. The blocks must already have room for the new tokens."""
-
-
 @dataclass(slots=True)
 class Batch:
-    """The tokens of all chunks in one row, in the order in which the backend wants the chunks."""
+    """The new tokens of all chunks in one row."""
 
-    chunks: list[Chunk]
     tokens: Tensor
     """int64 [T]."""
     positions: Tensor
@@ -118,8 +111,21 @@ class Batch:
     """
 
 
+Prepare = Callable[[Sequence[Chunk], int, torch.device, Kernels], tuple[Batch, Backend]]
+"""(chunks, block size, device, kernels) -> what a forward needs. The blocks must already have room for the new tokens."""
+
+
 def pack(chunks: Sequence[Chunk], order: Sequence[int], block_size: int, device: torch.device) -> Batch:
     """Pack ``chunks`` in the given order. Their blocks must already hold the new tokens."""
+    tokens, positions, slots, logit_rows = packed_lists(chunks, order, block_size)
+    packed = on_device([tokens, positions, slots], torch.int64, device)
+    return Batch(packed[0], packed[1], packed[2], on_device(logit_rows, torch.int64, device))
+
+
+def packed_lists(
+    chunks: Sequence[Chunk], order: Sequence[int], block_size: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The parts of a `Batch` as lists."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -132,9 +138,7 @@ def pack(chunks: Sequence[Chunk], order: Sequence[int], block_size: int, device:
         span = range(start, start + len(chunk.ids))
         positions += span
         slots += [blocks[p // block_size] * block_size + p % block_size for p in span]
-    packed = torch.tensor([tokens, positions, slots], dtype=torch.int64, device=device)
-    rows = torch.tensor([row for rows in logit_rows for row in rows] or [0], dtype=torch.int64, device=device)
-    return Batch([chunks[i] for i in order], packed[0], packed[1], packed[2], rows)
+    return tokens, positions, slots, [row for rows in logit_rows for row in rows] or [0]
 
 
 @dataclass(slots=True)

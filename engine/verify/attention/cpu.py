@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from engine.verify.attention import AttentionSpec, Chunk, Kernels, Mask, Window
+from engine.transfer import on_device
+from engine.verify.attention import AttentionSpec, Backend, Batch, Chunk, Kernels, Mask, Window, pack
 from engine.verify.kv_cache import LayerCache
 
 WIDTH_STEP = 64
@@ -80,7 +81,7 @@ class PaddedAttention:
         self._fused, self._explicit = PRODUCTS[kernels]
         if block_size % WIDTH_STEP:
             raise ValueError(f"padded keys must lie in a sequence's own blocks: {block_size} is no multiple of {WIDTH_STEP}")
-        planned = plan_groups([Size(len(chunk.ids), len(chunk.sequence.ids) + len(chunk.ids)) for chunk in chunks])
+        planned = plan_groups(_sizes(chunks))
         self.order = [index for group in planned for index in group]
         self._groups: list[Group] = []
         first_row = 0
@@ -111,6 +112,12 @@ class PaddedAttention:
         return out if group.collect is None else out.index_select(0, group.collect)
 
 
+def prepare(chunks: Sequence[Chunk], block_size: int, device: torch.device, kernels: Kernels) -> tuple[Batch, Backend]:
+    """As `Prepare`."""
+    backend = PaddedAttention(chunks, block_size, device, kernels)
+    return pack(chunks, backend.order, block_size, device), backend
+
+
 def without_lone_row(rows: Tensor) -> Tensor:
     """rows [B, m, ...], with the first one repeated at the end when m is one more than a multiple of `ROW_BLOCK`."""
     return torch.cat((rows, rows[:, :1]), dim=1) if rows.shape[1] % ROW_BLOCK == 1 else rows
@@ -125,6 +132,15 @@ class Size:
 
     rows: int
     keys: int
+
+
+def plan_order(chunks: Sequence[Chunk]) -> list[int]:
+    """How `PaddedAttention` wants the chunks to be packed."""
+    return [index for group in plan_groups(_sizes(chunks)) for index in group]
+
+
+def _sizes(chunks: Sequence[Chunk]) -> list[Size]:
+    return [Size(len(chunk.ids), len(chunk.sequence.ids) + len(chunk.ids)) for chunk in chunks]
 
 
 def plan_groups(sizes: Sequence[Size]) -> list[list[int]]:
@@ -166,14 +182,14 @@ def _group(chunks: list[Chunk], first_row: int, block_size: int, device: torch.d
         shape=(len(chunks), rows),
         width=width,
         slots=_slots([chunk.sequence.blocks for chunk in chunks], width, block_size, device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device).unsqueeze(-1),
+        positions=on_device(positions, torch.int64, device).unsqueeze(-1),
         plain=rows == 1 and min(lengths) == width,
     )
     if min(counts) < rows:
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         spread = [first + min(j, count - 1) for first, count in zip(firsts, counts, strict=True) for j in range(rows)]
         collect = [i * rows + j for i, count in enumerate(counts) for j in range(count)]
-        group.spread, group.collect = torch.tensor(spread, device=device), torch.tensor(collect, device=device)
+        group.spread, group.collect = (on_device(places, torch.int64, device) for places in (spread, collect))
     return group
 
 
@@ -185,7 +201,7 @@ def _slots(tables: list[list[int]], width: int, block_size: int, device: torch.d
         if last - first == num_blocks - 1 and tables[0][:num_blocks] == list(range(first, last + 1)):
             return slice(first * block_size, first * block_size + width)
     padded = [(table[:num_blocks] + table[:1] * num_blocks)[:num_blocks] for table in tables]
-    first_slots = torch.tensor(padded, dtype=torch.int64, device=device).unsqueeze(-1) * block_size
+    first_slots = on_device(padded, torch.int64, device).unsqueeze(-1) * block_size
     slots = (first_slots + torch.arange(block_size, device=device)).view(len(tables), -1)
     return slots[:, :width].reshape(-1)
 

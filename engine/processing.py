@@ -73,14 +73,14 @@ def first_rows(sequences: Sequence[SampledSequence]) -> list[int]:
 
 
 def penalised(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """Apply what changes single tokens' logits, to float32 logits [R, V]; the very same tensor comes back when nobody asks."""
+    """Apply what changes single tokens' logits [R, V], in float32; the very same tensor comes back when nobody asks."""
     placed = list(zip(first_rows(sequences), sequences, strict=True))
     repeating = [(row, s) for row, s in placed if _is_penalised(s.params)]
     biased = [(row, s) for row, s in placed if s.params.logit_bias]
     unfinished = [(row, s) for row, s in placed if s.first_position - s.prompt_length < s.params.min_tokens]
     if not (repeating or biased or unfinished):
         return raw
-    logits = raw.clone()
+    logits = raw.to(torch.float32, copy=True)
     if repeating:
         _penalise(logits, *zip(*repeating, strict=True))
     if biased:
@@ -197,10 +197,16 @@ def _on(like: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
 
 def tempered(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     """Logits [R, V] divided by their rows' temperatures, which are not zero."""
-    temperatures = per_row(sequences, lambda params: params.temperature)
-    if all(value == 1.0 for value in temperatures):
-        return logits
-    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+    divisors = temperatures(logits, sequences)
+    return logits if divisors is None else logits / divisors[:, None]
+
+
+def temperatures(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor | None:
+    """The temperature of every row of logits [R, V], [R] in their dtype; None where all are 1."""
+    if all(sequence.params.temperature == 1.0 for sequence in sequences):
+        return None
+    values = per_row(sequences, lambda params: params.temperature)
+    return torch.tensor(values, dtype=logits.dtype, device=logits.device)
 
 
 @dataclass(frozen=True, slots=True)

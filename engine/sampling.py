@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine import noise
 from engine.accept import DraftProbs, Drafts, TargetProbs, Verdicts, block, coupled, greedy, rejection
-from engine.accept.greedy import most_likely
+from engine.accept.greedy import peaks
 from engine.noise import Stream
-from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, tempered
+from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, temperatures, tempered
 from engine.types import SparseProbs, TokenLogprob
 
 __all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "propose_tokens", "token_logprobs"]
@@ -43,9 +43,9 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     starts = first_rows(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        raw = _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]).float()
-        processed, usable = _processed(raw, chosen, eos_token_ids)
-        verdicts = _DECIDE[rule](processed, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
+        raw = _readable(rule, _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]))
+        rows, usable = _processed(raw, chosen, eos_token_ids)
+        verdicts = _DECIDE[rule](rows, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
         for i, decision in zip(members, _to_decisions(verdicts, raw, usable, chosen), strict=True):
             decisions[i] = decision
     return [decision for decision in decisions if decision is not None]
@@ -62,9 +62,9 @@ def propose_tokens(
     results: list[tuple[int, SparseProbs | None, bool]] = [(-1, None, False)] * len(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        raw = _rows_of(logits, [(i, 1) for i in members]).float()
-        processed, usable = _processed(raw, chosen, eos_token_ids)
-        drawn = zip(members, usable, _PROPOSE[rule](processed, chosen, num_probs), strict=True)
+        raw = _readable(rule, _rows_of(logits, [(i, 1) for i in members]))
+        rows, usable = _processed(raw, chosen, eos_token_ids)
+        drawn = zip(members, usable, _PROPOSE[rule](rows, chosen, num_probs), strict=True)
         for i, (token, probs) in ((i, result) for i, good, result in drawn if good):
             results[i] = (token, probs, True)
     return results
@@ -86,13 +86,20 @@ def token_logprobs(raw: Tensor, tokens: Sequence[int], num_top: int) -> tuple[To
 # --- rules ------------------------------------------------------------------------------------------------------------------
 
 
-def _decide_greedy(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    return greedy(drafts, logits)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a rule decides from: logits [R, V] after penalties, and the most likely token of every row, int64 [R]."""
+
+    logits: Tensor
+    best: Tensor
 
 
-def _decide_coupled(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    scaled = tempered(logits, sequences)
-    return coupled(drafts, scaled, lambda weights, _: _draw_coupled(weights, sequences))
+def _decide_greedy(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return greedy(drafts, rows.best)
+
+
+def _decide_coupled(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return coupled(drafts, rows.logits, lambda logits, _: _draw_coupled(logits, sequences))
 
 
 def _decide_by_ratio(
@@ -111,44 +118,44 @@ def _decide_by_ratio(
     )
 
 
-def _decide_rejection(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    return _decide_by_ratio(rejection, logits, sequences, drafts)
+def _decide_rejection(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return _decide_by_ratio(rejection, rows.logits, sequences, drafts)
 
 
-def _decide_block(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    return _decide_by_ratio(block, logits, sequences, drafts)
+def _decide_block(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return _decide_by_ratio(block, rows.logits, sequences, drafts)
 
 
 Drawn = list[tuple[int, SparseProbs | None]]
 
 
-def _propose_greedy(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    return [(token, None) for token in most_likely(logits).tolist()]
+def _propose_greedy(rows: _Rows, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    return [(token, None) for token in rows.best.tolist()]
 
 
-def _propose_coupled(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    return [(token, None) for token in _draw_coupled(tempered(logits, sequences), sequences).tolist()]
+def _propose_coupled(rows: _Rows, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    return [(token, None) for token in _draw_coupled(rows.logits, sequences).tolist()]
 
 
-def _propose_with_probs(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    scaled = _masked(tempered(logits, sequences), sequences)
+def _propose_with_probs(rows: _Rows, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    scaled = _masked(tempered(rows.logits, sequences), sequences)
     values, ids = scaled.topk(min(num_probs, scaled.shape[1]), dim=-1)
     q = torch.softmax(values.double(), dim=-1)
-    keys = _round_keys(sequences, Stream.DRAFT, logits.device)
-    drawn = torch.tensor([s.num_drawn for s in sequences], device=logits.device)
+    keys = _round_keys(sequences, Stream.DRAFT, scaled.device)
+    drawn = torch.tensor([s.num_drawn for s in sequences], device=scaled.device)
     scores = noise.gumbel(keys, ids + drawn[:, None] * scaled.shape[1]) + q.log()
     tokens = ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
     pairs = [_positive_pairs(i, p) for i, p in zip(ids.tolist(), q.tolist(), strict=True)]
     return list(zip(tokens.tolist(), pairs, strict=True))
 
 
-_DECIDE: dict[str, Callable[[Tensor, Sequence[SampledSequence], Drafts], Verdicts]] = {
+_DECIDE: dict[str, Callable[[_Rows, Sequence[SampledSequence], Drafts], Verdicts]] = {
     "greedy": _decide_greedy,
     "coupled": _decide_coupled,
     "rejection": _decide_rejection,
     "block": _decide_block,
 }
-_PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence], int], Drawn]] = {
+_PROPOSE: dict[str, Callable[[_Rows, Sequence[SampledSequence], int], Drawn]] = {
     "greedy": _propose_greedy,
     "coupled": _propose_coupled,
     "rejection": _propose_with_probs,
@@ -156,14 +163,14 @@ _PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence], int], Drawn]] =
 }
 
 
-def _draw_coupled(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
+def _draw_coupled(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     """The token of every row [R, V] under the noise that draft and target share, int64 [R]."""
-    keys = _keys(sequences, Stream.COUPLED, scaled.device)
+    keys = _keys(sequences, Stream.COUPLED, logits.device)
     if not has_filter(sequences[0].params):
-        return noise.gumbel_argmax(scaled, keys)
-    kept = filtered(scaled, sequences)
+        return noise.gumbel_argmax(logits, keys, temperatures(logits, sequences))
+    kept = filtered(tempered(logits, sequences), sequences)
     scores = noise.gumbel(keys[kept.rows], kept.ids[:, None]).squeeze(1) + kept.values
-    return noise.argmax_among(scores, kept.ids, kept.rows, len(scaled))
+    return noise.argmax_among(scores, kept.ids, kept.rows, len(logits))
 
 
 def _masked(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
@@ -193,17 +200,23 @@ def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
+def _readable(rule: str, raw: Tensor) -> Tensor:
+    """Rows in float32, unless they are only compared with each other, where float32 would be a copy of the same numbers."""
+    return raw if rule == "greedy" and raw.dtype in (torch.bfloat16, torch.float16) else raw.float()
+
+
+def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[_Rows, list[bool]]:
     """Penalised logits, and which rows have a token to draw: NaN and +inf reach the maximum, a row of -inf has none.
 
     Rows without one come back as zeros, so that nothing after this sees a number that is not finite.
     """
     processed = penalised(raw, sequences, eos_token_ids)
-    finite = torch.isfinite(raw.amax(dim=-1))
+    largest, best = peaks(processed)
+    finite = torch.isfinite(largest)
     if processed is not raw:
-        finite &= torch.isfinite(processed.amax(dim=-1))
+        finite &= torch.isfinite(peaks(raw)[0])
     usable: list[bool] = finite.tolist()
-    return processed if all(usable) else processed.masked_fill(~finite[:, None], 0.0), usable
+    return _Rows(processed if all(usable) else processed.masked_fill(~finite[:, None], 0.0), best), usable
 
 
 def _keys(sequences: Sequence[SampledSequence], stream: Stream, device: torch.device) -> Tensor:

@@ -260,7 +260,7 @@ def test_a_failing_compiler_is_named_and_leaves_nothing(monkeypatch: pytest.Monk
     """Bug guarded: half a library that the next start loads; an error that does not say what the compiler said."""
     broken = tmp_path / "broken.c"
     broken.write_text("#error this compiler is too old\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setattr(build, "SOURCES", (broken,))
     with pytest.raises(NoKernels, match="this compiler is too old"):
         load(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.so"))

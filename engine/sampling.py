@@ -3,7 +3,8 @@
 Draft and target use the same code, so p and q are both the distributions *after* everything in `engine.processing`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,6 +23,10 @@ __all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "propose_toke
 
 DRAFT_PROBS = 64
 """A draft that must report q draws from its most likely tokens, cut here and renormalised: that is then its q, exactly."""
+FEW_LOGITS = 1 << 19
+"""Up to so many, sampling on CPU stays in one thread. Each of its small operations would wake the others: no gain on a quiet
+machine, and a slice of the scheduler (4 to 20 ms) each where a draft or another lane keeps the cores busy.
+"""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,11 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
 
     A sequence fails when a row that it needs has no token to draw; rows after a refused draft token cannot make it fail.
     """
+    with _threads_for(logits):
+        return _decide(logits, sequences, eos_token_ids)
+
+
+def _decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> list[Decision]:
     decisions: list[Decision | None] = [None] * len(sequences)
     starts = first_rows(sequences)
     for rule, members in _alike(sequences):
@@ -59,6 +69,13 @@ def propose_tokens(
     ``num_probs``: a draft that must report q draws from this many tokens at most. A row without a token to draw gives
     (-1, None, False).
     """
+    with _threads_for(logits):
+        return _propose(logits, sequences, eos_token_ids, num_probs)
+
+
+def _propose(
+    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...], num_probs: int
+) -> list[tuple[int, SparseProbs | None, bool]]:
     results: list[tuple[int, SparseProbs | None, bool]] = [(-1, None, False)] * len(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
@@ -184,19 +201,33 @@ def _masked(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
 # --- rows -------------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _threads_for(logits: Tensor) -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    if logits.device.type != "cpu" or logits.numel() > FEW_LOGITS or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def _alike(sequences: Sequence[SampledSequence]) -> list[tuple[str, list[int]]]:
     """Group the sequences by rule, and those with filters apart from those without."""
     groups: dict[tuple[str, bool], list[int]] = {}
     for index, sequence in enumerate(sequences):
-        rule = sequence.params.acceptance_rule
-        groups.setdefault((rule, rule != "greedy" and has_filter(sequence.params)), []).append(index)
+        params = sequence.params
+        kind = ("greedy", False) if params.greedy else (params.rule, has_filter(params))
+        groups.setdefault(kind, []).append(index)
     return [(rule, members) for (rule, _), members in groups.items()]
 
 
 def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    rows = [row for start, count in spans for row in range(start, start + count)]
-    if len(rows) == logits.shape[0]:
+    if sum(count for _, count in spans) == logits.shape[0]:
         return logits
+    rows = [row for start, count in spans for row in range(start, start + count)]
     return logits[torch.tensor(rows, device=logits.device)]
 
 

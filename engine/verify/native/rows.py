@@ -6,8 +6,11 @@ from torch import Tensor
 from engine.verify.native.build import loaded_kernels
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-VALUES_PER_THREAD = 1 << 16
-"""Logits that a further thread must find before it is worth waking."""
+LARGEST_PER_THREAD = 1 << 22
+DRAWS_PER_THREAD = 1 << 19
+"""Logits that a thread must find to be worth waking: half a millisecond of work. One that the system does not let run holds up the others
+for a slice of 4 to 20 ms.
+"""
 MARGIN = 1e-9
 """Scores of a draw that lie this close, relative to the largest logit but at least so much, are left to torch's logarithms.
 
@@ -29,7 +32,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor] | None:
         logits.stride(0),
         num_rows,
         size,
-        _num_threads(logits),
+        _num_threads(logits, LARGEST_PER_THREAD),
         values.data_ptr(),
         ids.data_ptr(),
     )
@@ -59,7 +62,7 @@ def draw(logits: Tensor, temperatures: Tensor | None, keys: Tensor) -> tuple[Ten
         None if temperatures is None else temperatures.data_ptr(),
         keys.data_ptr(),
         MARGIN,
-        _num_threads(logits),
+        _num_threads(logits, DRAWS_PER_THREAD),
         tokens.data_ptr(),
         sure.data_ptr(),
     )
@@ -70,5 +73,5 @@ def _is_readable(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
-def _num_threads(logits: Tensor) -> int:
-    return max(1, min(torch.get_num_threads(), len(logits), logits.numel() // VALUES_PER_THREAD))
+def _num_threads(logits: Tensor, per_thread: int) -> int:
+    return max(1, min(torch.get_num_threads(), len(logits), logits.numel() // per_thread))

@@ -297,8 +297,9 @@ def _positive_pairs(ids: list[int], probs: list[float]) -> SparseProbs:
 def _to_decisions(verdicts: Verdicts, raw: Tensor, usable: list[bool], sequences: Sequence[SampledSequence]) -> list[Decision]:
     decisions = [Decision(a, t) for a, t in zip(verdicts.accepted.tolist(), verdicts.tokens.tolist(), strict=True)]
     asked: list[tuple[Decision, SampledSequence, int]] = []
+    all_usable = all(usable)
     for start, sequence, decision in zip(first_rows(sequences), sequences, decisions, strict=True):
-        if not all(usable[start : start + decision.accepted + 1]):
+        if not (all_usable or all(usable[start : start + decision.accepted + 1])):
             decision.accepted, decision.token = 0, -1
             decision.error = "no next token: the logits are not finite numbers, or the request's options leave none"
         elif sequence.params.logprobs is not None:

@@ -10,6 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from engine.verify.native import rows as compiled
+
 
 class Stream(IntEnum):
     """Who draws. Only the coupled rule shares a stream between draft and target; sharing in the ratio test is a bias."""
@@ -48,16 +50,29 @@ def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     return uniform(keys, ids).log_().neg_().log_().neg_()
 
 
-def gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
-    """``argmax_v(logits[r, v] + gumbel(keys[r], v))``: a draw from softmax(logits) per row.
+def gumbel_argmax(logits: Tensor, keys: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """``argmax_v(logits[r, v] / temperatures[r] + gumbel(keys[r], v))``: a draw from softmax(logits / temperatures) per row.
 
-    logits [R, V], keys int64 [R] -> int64 [R]. The logits may lack any constant per row and may be -inf; each row needs a
-    finite maximum.
+    logits [R, V], keys int64 [R], temperatures as the logits [R], None = 1 -> int64 [R]. The logits may lack any constant per
+    row and may be -inf; each row needs a finite maximum.
     """
+    drawn = compiled.draw(logits, temperatures, keys)
+    if drawn is None:
+        return _torch_argmax(logits, keys, temperatures)
+    tokens, sure = drawn
+    if not sure.all():
+        close = ~sure
+        tokens[close] = _torch_argmax(logits[close], keys[close], None if temperatures is None else temperatures[close])
+    return tokens
+
+
+def _torch_argmax(logits: Tensor, keys: Tensor, temperatures: Tensor | None) -> Tensor:
+    """`gumbel_argmax` in torch's operations. What is close enough for another logarithm to matter is decided here."""
+    scaled = logits if temperatures is None else logits / temperatures[:, None]
     if logits.device.type != "cpu":
-        return plain_gumbel_argmax(logits, keys)
-    rows = max(1, _BLOCK_ELEMENTS // logits.shape[1])
-    parts = zip(torch.split(logits, rows), torch.split(keys, rows), strict=True)
+        return plain_gumbel_argmax(scaled, keys)
+    num_rows = max(1, _BLOCK_ELEMENTS // logits.shape[1])
+    parts = zip(torch.split(scaled, num_rows), torch.split(keys, num_rows), strict=True)
     return torch.cat([_pruned_argmax(*part) for part in parts]) if len(logits) else keys
 
 

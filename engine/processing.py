@@ -79,14 +79,14 @@ def first_rows(sequences: Sequence[SampledSequence]) -> list[int]:
 
 
 def penalised(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """Apply what changes single tokens' logits, to float32 logits [R, V]; the very same tensor comes back when nobody asks."""
+    """Apply what changes single tokens' logits [R, V], in float32; the very same tensor comes back when nobody asks."""
+    if not any(_is_changed(sequence) for sequence in sequences):
+        return raw
     placed = list(zip(first_rows(sequences), sequences, strict=True))
     repeating = [(row, s) for row, s in placed if _is_penalised(s.params)]
     biased = [(row, s) for row, s in placed if s.params.logit_bias]
-    unfinished = [(row, s) for row, s in placed if s.first_position - s.prompt_length < s.params.min_tokens]
-    if not (repeating or biased or unfinished):
-        return raw
-    logits = raw.clone()
+    unfinished = [(row, s) for row, s in placed if _may_not_end(s)]
+    logits = raw.to(torch.float32, copy=True)
     if repeating:
         _penalise(logits, *zip(*repeating, strict=True))
     if biased:
@@ -94,6 +94,15 @@ def penalised(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     if unfinished:
         _forbid_ends(logits, eos_token_ids, *zip(*unfinished, strict=True))
     return logits
+
+
+def _is_changed(sequence: SampledSequence) -> bool:
+    return _is_penalised(sequence.params) or bool(sequence.params.logit_bias) or _may_not_end(sequence)
+
+
+def _may_not_end(sequence: SampledSequence) -> bool:
+    """Whether ``min_tokens`` forbids the first row to end the text."""
+    return sequence.params.min_tokens > 0 and sequence.first_position - sequence.prompt_length < sequence.params.min_tokens
 
 
 def _is_penalised(params: SamplingParams) -> bool:
@@ -203,10 +212,15 @@ def _on(like: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
 
 def tempered(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     """Logits [R, V] divided by their rows' temperatures, which are not zero."""
-    temperatures = per_row(sequences, lambda params: params.temperature)
-    if all(value == 1.0 for value in temperatures):
-        return logits
-    return logits / on_device(temperatures, logits.dtype, logits.device)[:, None]
+    divisors = temperatures(logits, sequences)
+    return logits if divisors is None else logits / divisors[:, None]
+
+
+def temperatures(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor | None:
+    """The temperature of every row of logits [R, V], [R] in their dtype; None where all are 1."""
+    if all(sequence.params.temperature == 1.0 for sequence in sequences):
+        return None
+    return on_device(per_row(sequences, lambda params: params.temperature), logits.dtype, logits.device)
 
 
 @dataclass(frozen=True, slots=True)

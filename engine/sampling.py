@@ -3,7 +3,8 @@
 Draft and target use the same code, so p and q are both the distributions *after* everything in `engine.processing`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from engine import noise
 from engine.accept import DraftProbs, Drafts, TargetProbs, Verdicts, block, coupled, greedy, rejection
-from engine.accept.greedy import most_likely
+from engine.accept.greedy import peaks
 from engine.noise import Stream
-from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, tempered
+from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, temperatures, tempered
 from engine.transfer import moved, on_device, read
 from engine.types import SparseProbs, TokenLogprob
 
@@ -23,6 +24,10 @@ __all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "likeliest_ne
 
 DRAFT_PROBS = 64
 """A draft that must report q draws from its most likely tokens, cut here and renormalised: that is then its q, exactly."""
+FEW_LOGITS = 1 << 19
+"""Up to so many, sampling on CPU stays in one thread. Each of its small operations would wake the others: no gain on a quiet
+machine, and a slice of the scheduler (4 to 20 ms) each where a draft or another lane keeps the cores busy.
+"""
 
 
 @dataclass(slots=True)
@@ -42,13 +47,18 @@ def decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     """
     if logits.device.type != "cpu":
         return _decide_with_one_read(logits, sequences, eos_token_ids)
+    with _threads_for(logits):
+        return _decide(logits, sequences, eos_token_ids)
+
+
+def _decide(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> list[Decision]:
     decisions: list[Decision | None] = [None] * len(sequences)
     starts = first_rows(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        raw = _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]).float()
-        processed, usable = _processed(raw, chosen, eos_token_ids)
-        verdicts = _DECIDE[rule](processed, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
+        raw = _readable(rule, _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]))
+        rows, usable = _processed(raw, chosen, eos_token_ids)
+        verdicts = _DECIDE[rule](rows, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
         for i, decision in zip(members, _to_decisions(verdicts, raw, usable, chosen), strict=True):
             decisions[i] = decision
     return [decision for decision in decisions if decision is not None]
@@ -63,11 +73,9 @@ def _decide_with_one_read(
     results: list[Tensor] = []
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        raw = _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]).float()
-        processed = penalised(raw, chosen, eos_token_ids)
-        finite = _finite_rows(raw, processed)
-        processed = processed.masked_fill(~finite[:, None], 0.0)
-        verdicts = _DECIDE[rule](processed, chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
+        raw = _readable(rule, _rows_of(logits, [(starts[i], sequences[i].num_rows) for i in members]))
+        rows, finite = _examined(raw, chosen, eos_token_ids)
+        verdicts = _DECIDE[rule](_silenced(rows, finite), chosen, Drafts.from_lists([s.draft for s in chosen], logits.device))
         groups.append((members, chosen, raw))
         results += [verdicts.accepted, verdicts.tokens, finite.to(torch.int64)]
     parts = iter(torch.split(read(torch.cat(results)), [len(result) for result in results]))
@@ -87,12 +95,19 @@ def propose_tokens(
     ``num_probs``: a draft that must report q draws from this many tokens at most. A row without a token to draw gives
     (-1, None, False).
     """
+    with _threads_for(logits):
+        return _propose(logits, sequences, eos_token_ids, num_probs)
+
+
+def _propose(
+    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...], num_probs: int
+) -> list[tuple[int, SparseProbs | None, bool]]:
     results: list[tuple[int, SparseProbs | None, bool]] = [(-1, None, False)] * len(sequences)
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
-        raw = _rows_of(logits, [(i, 1) for i in members]).float()
-        processed, usable = _processed(raw, chosen, eos_token_ids)
-        drawn = zip(members, usable, _PROPOSE[rule](processed, chosen, num_probs), strict=True)
+        raw = _readable(rule, _rows_of(logits, [(i, 1) for i in members]))
+        rows, usable = _processed(raw, chosen, eos_token_ids)
+        drawn = zip(members, usable, _PROPOSE[rule](rows, chosen, num_probs), strict=True)
         for i, (token, probs) in ((i, result) for i, good, result in drawn if good):
             results[i] = (token, probs, True)
     return results
@@ -112,9 +127,10 @@ def likeliest_next(
     for rule, members in _alike(sequences):
         chosen = [sequences[i] for i in members]
         spans = [(starts[i], sequences[i].num_rows) for i in members]
-        processed, usable = _processed(_rows_of(logits, spans).float(), chosen, eos_token_ids)
-        rows = [row for start, length in spans for row in range(start, start + length)]
-        for row, good, tokens in zip(rows, usable, _best_first(_RANKED[rule](processed, chosen), count), strict=True):
+        examined, usable = _processed(_rows_of(logits, spans).float(), chosen, eos_token_ids)
+        places = [row for start, length in spans for row in range(start, start + length)]
+        ranked = _best_first(_RANKED[rule](examined.logits, chosen), count)
+        for row, good, tokens in zip(places, usable, ranked, strict=True):
             found[row] = tokens if good else []
     return found
 
@@ -135,13 +151,20 @@ def token_logprobs(raw: Tensor, tokens: Sequence[int], num_top: int) -> tuple[To
 # --- rules ------------------------------------------------------------------------------------------------------------------
 
 
-def _decide_greedy(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    return greedy(drafts, logits)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a rule decides from: logits [R, V] after penalties, and the most likely token of every row, int64 [R]."""
+
+    logits: Tensor
+    best: Tensor
 
 
-def _decide_coupled(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    scaled = tempered(logits, sequences)
-    return coupled(drafts, scaled, lambda weights, _: _draw_coupled(weights, sequences))
+def _decide_greedy(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return greedy(drafts, rows.best)
+
+
+def _decide_coupled(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return coupled(drafts, rows.logits, lambda logits, _: _draw_coupled(logits, sequences))
 
 
 def _decide_by_ratio(
@@ -160,44 +183,44 @@ def _decide_by_ratio(
     )
 
 
-def _decide_rejection(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    return _decide_by_ratio(rejection, logits, sequences, drafts)
+def _decide_rejection(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return _decide_by_ratio(rejection, rows.logits, sequences, drafts)
 
 
-def _decide_block(logits: Tensor, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
-    return _decide_by_ratio(block, logits, sequences, drafts)
+def _decide_block(rows: _Rows, sequences: Sequence[SampledSequence], drafts: Drafts) -> Verdicts:
+    return _decide_by_ratio(block, rows.logits, sequences, drafts)
 
 
 Drawn = list[tuple[int, SparseProbs | None]]
 
 
-def _propose_greedy(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    return [(token, None) for token in most_likely(logits).tolist()]
+def _propose_greedy(rows: _Rows, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    return [(token, None) for token in rows.best.tolist()]
 
 
-def _propose_coupled(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    return [(token, None) for token in _draw_coupled(tempered(logits, sequences), sequences).tolist()]
+def _propose_coupled(rows: _Rows, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    return [(token, None) for token in _draw_coupled(rows.logits, sequences).tolist()]
 
 
-def _propose_with_probs(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
-    scaled = _masked(tempered(logits, sequences), sequences)
+def _propose_with_probs(rows: _Rows, sequences: Sequence[SampledSequence], num_probs: int) -> Drawn:
+    scaled = _masked(tempered(rows.logits, sequences), sequences)
     values, ids = scaled.topk(min(num_probs, scaled.shape[1]), dim=-1)
     q = torch.softmax(values.double(), dim=-1)
-    keys = _round_keys(sequences, Stream.DRAFT, logits.device)
-    drawn = on_device([s.num_drawn for s in sequences], torch.int64, logits.device)
+    keys = _round_keys(sequences, Stream.DRAFT, scaled.device)
+    drawn = on_device([s.num_drawn for s in sequences], torch.int64, scaled.device)
     scores = noise.gumbel(keys, ids + drawn[:, None] * scaled.shape[1]) + q.log()
     tokens = ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
     pairs = [_positive_pairs(i, p) for i, p in zip(ids.tolist(), q.tolist(), strict=True)]
     return list(zip(tokens.tolist(), pairs, strict=True))
 
 
-_DECIDE: dict[str, Callable[[Tensor, Sequence[SampledSequence], Drafts], Verdicts]] = {
+_DECIDE: dict[str, Callable[[_Rows, Sequence[SampledSequence], Drafts], Verdicts]] = {
     "greedy": _decide_greedy,
     "coupled": _decide_coupled,
     "rejection": _decide_rejection,
     "block": _decide_block,
 }
-_PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence], int], Drawn]] = {
+_PROPOSE: dict[str, Callable[[_Rows, Sequence[SampledSequence], int], Drawn]] = {
     "greedy": _propose_greedy,
     "coupled": _propose_coupled,
     "rejection": _propose_with_probs,
@@ -244,7 +267,7 @@ def _best_first(scores: Tensor, count: int) -> list[list[int]]:
     picked: list[Tensor] = []
     values: list[Tensor] = []
     for _ in range(min(count, scores.shape[1])):
-        picked.append(most_likely(left)[:, None])
+        picked.append(peaks(left)[1][:, None])
         values.append(left.gather(1, picked[-1]))
         left.scatter_(1, picked[-1], -torch.inf)
     if not picked:
@@ -254,14 +277,14 @@ def _best_first(scores: Tensor, count: int) -> list[list[int]]:
     return [tokens[:number] for tokens, number in rows]
 
 
-def _draw_coupled(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
+def _draw_coupled(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     """The token of every row [R, V] under the noise that draft and target share, int64 [R]."""
-    keys = _keys(sequences, Stream.COUPLED, scaled.device)
+    keys = _keys(sequences, Stream.COUPLED, logits.device)
     if not has_filter(sequences[0].params):
-        return noise.gumbel_argmax(scaled, keys)
-    kept = filtered(scaled, sequences)
+        return noise.gumbel_argmax(logits, keys, temperatures(logits, sequences))
+    kept = filtered(tempered(logits, sequences), sequences)
     scores = noise.gumbel(keys[kept.rows], kept.ids[:, None]).squeeze(1) + kept.values
-    return noise.argmax_among(scores, kept.ids, kept.rows, len(scaled))
+    return noise.argmax_among(scores, kept.ids, kept.rows, len(logits))
 
 
 def _masked(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
@@ -275,36 +298,63 @@ def _masked(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
 # --- rows -------------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _threads_for(logits: Tensor) -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    if logits.device.type != "cpu" or logits.numel() > FEW_LOGITS or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def _alike(sequences: Sequence[SampledSequence]) -> list[tuple[str, list[int]]]:
     """Group the sequences by rule, and those with filters apart from those without."""
     groups: dict[tuple[str, bool], list[int]] = {}
     for index, sequence in enumerate(sequences):
-        rule = sequence.params.acceptance_rule
-        groups.setdefault((rule, rule != "greedy" and has_filter(sequence.params)), []).append(index)
+        params = sequence.params
+        kind = ("greedy", False) if params.greedy else (params.rule, has_filter(params))
+        groups.setdefault(kind, []).append(index)
     return [(rule, members) for (rule, _), members in groups.items()]
 
 
 def _rows_of(logits: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    rows = [row for start, count in spans for row in range(start, start + count)]
-    if len(rows) == logits.shape[0]:
+    if sum(count for _, count in spans) == logits.shape[0]:
         return logits
+    rows = [row for start, count in spans for row in range(start, start + count)]
     return logits[on_device(rows, torch.int64, logits.device)]
 
 
-def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
-    """Penalised logits, and which rows have a token to draw: NaN and +inf reach the maximum, a row of -inf has none.
+def _readable(rule: str, raw: Tensor) -> Tensor:
+    """Rows in float32, unless they are only compared with each other, where float32 would be a copy of the same numbers."""
+    return raw if rule == "greedy" and raw.dtype in (torch.bfloat16, torch.float16) else raw.float()
+
+
+def _processed(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[_Rows, list[bool]]:
+    """Penalised logits, and which rows have a token to draw.
 
     Rows without one come back as zeros, so that nothing after this sees a number that is not finite.
     """
-    processed = penalised(raw, sequences, eos_token_ids)
-    finite = _finite_rows(raw, processed)
+    rows, finite = _examined(raw, sequences, eos_token_ids)
     usable: list[bool] = finite.tolist()
-    return processed if all(usable) else processed.masked_fill(~finite[:, None], 0.0), usable
+    return rows if all(usable) else _silenced(rows, finite), usable
 
 
-def _finite_rows(raw: Tensor, processed: Tensor) -> Tensor:
-    finite = torch.isfinite(raw.amax(dim=-1))
-    return finite if processed is raw else finite & torch.isfinite(processed.amax(dim=-1))
+def _examined(raw: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...]) -> tuple[_Rows, Tensor]:
+    """Penalised logits, and which rows have a token to draw, bool [R]: NaN and +inf reach the maximum, -inf has none."""
+    processed = penalised(raw, sequences, eos_token_ids)
+    largest, best = peaks(processed)
+    finite = torch.isfinite(largest)
+    if processed is not raw:
+        finite &= torch.isfinite(peaks(raw)[0])
+    return _Rows(processed, best), finite
+
+
+def _silenced(rows: _Rows, finite: Tensor) -> _Rows:
+    return _Rows(rows.logits.masked_fill(~finite[:, None], 0.0), rows.best)
 
 
 def _keys(sequences: Sequence[SampledSequence], stream: Stream, device: torch.device) -> Tensor:
@@ -354,8 +404,9 @@ def _positive_pairs(ids: list[int], probs: list[float]) -> SparseProbs:
 def _to_decisions(verdicts: Verdicts, raw: Tensor, usable: list[bool], sequences: Sequence[SampledSequence]) -> list[Decision]:
     decisions = [Decision(a, t) for a, t in zip(verdicts.accepted.tolist(), verdicts.tokens.tolist(), strict=True)]
     asked: list[tuple[Decision, SampledSequence, int]] = []
+    all_usable = all(usable)
     for start, sequence, decision in zip(first_rows(sequences), sequences, decisions, strict=True):
-        if not all(usable[start : start + decision.accepted + 1]):
+        if not (all_usable or all(usable[start : start + decision.accepted + 1])):
             decision.accepted, decision.token = 0, -1
             decision.error = "no next token: the logits are not finite numbers, or the request's options leave none"
         elif sequence.params.logprobs is not None:

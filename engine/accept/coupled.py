@@ -11,7 +11,7 @@ from engine.accept.base import Drafts, Draw, Verdicts, match_own_tokens
 
 
 def coupled(drafts: Drafts, logits: Tensor, draw: Draw) -> Verdicts:
-    """Decide from processed logits [R, V] (after temperature and filters); ``draw`` holds the noise that the draft used too.
+    """Decide from logits [R, V]; ``draw`` holds temperature, filters and the noise that the draft used too.
 
     Acceptance per position: Σ_i 1 / Σ_j max(p_j / p_i, q_j / q_i) ≥ (1 - TV) / (1 + TV).
     """

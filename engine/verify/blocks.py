@@ -83,7 +83,8 @@ class BlockPool:
         begun = num_tokens > 0 and num_used > 0 and index < len(table)
         shared = begun and self._num_owners[table[index]] > 1
         missing = max(self.blocks_for(length) - len(table), 0)
-        self._free_up(missing + shared, f"{length} tokens need")
+        if missing or shared:
+            self._free_up(missing + shared, f"{length} tokens need")
         copy = None
         if shared:
             copy = Copy(table[index], self._take(table[index]), num_used)
@@ -121,6 +122,10 @@ class BlockPool:
         return forked, copy
 
     # --- content ------------------------------------------------------------------------------------------------------------
+
+    def fills_blocks(self, sequence: CachedSequence, num_tokens: int) -> bool:
+        """Whether ``num_tokens`` more tokens complete a block: without one there is nothing to `adopt` nor to `announce`."""
+        return len(sequence.ids) % self.block_size + num_tokens >= self.block_size
 
     def adopt(self, sequence: CachedSequence, tokens: Sequence[int], most: int) -> int:
         """Take known blocks that hold what comes next, whole blocks only, up to ``most`` of ``tokens``. Returns how many.

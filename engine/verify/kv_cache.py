@@ -71,6 +71,8 @@ class KVCache:
     def __init__(self, num_blocks: int, block_size: int):
         self.pool = BlockPool(num_blocks, block_size)
         self.layers: list[LayerCache] = []
+        self.reads_unwritten = True
+        """Whether attention reads slots that nobody has written yet, and multiplies what is there by 0."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -92,11 +94,11 @@ class KVCache:
     def reserve(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Make room for ``num_tokens`` more tokens. Raises `OutOfBlocks` and changes nothing when there is none.
 
-        Blocks that change hands are wiped: padding reads them before they are written, and a NaN that the last owner left would
-        not be silenced by weight 0.
+        Where `reads_unwritten`, blocks that change hands are wiped: a NaN that the last owner left would not be silenced by
+        weight 0.
         """
         fresh, copy = self.pool.reserve(sequence, num_tokens)
-        if fresh:
+        if fresh and self.reads_unwritten:
             self._wipe(fresh)
         if copy is not None:
             self._copy(copy)
@@ -109,7 +111,8 @@ class KVCache:
         """Another sequence that goes on after the same first ``length`` tokens. Raises `OutOfBlocks`."""
         forked, copy = self.pool.fork(sequence, length)
         if copy is not None:
-            self._wipe([copy.target])
+            if self.reads_unwritten:
+                self._wipe([copy.target])
             self._copy(copy)
         return forked
 

@@ -32,7 +32,7 @@ class _Held:
     cached: CachedSequence = field(default_factory=CachedSequence)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
     """An item whose sequence has room for it."""
 
@@ -162,7 +162,8 @@ class Target:
         if held is None or item.base_length > len(held.cached.ids):
             return Verdict(sequence_id=item.sequence_id, need_context=True)
         held.context = item.context or held.context
-        self.model.cache.truncate(held.cached, item.base_length)
+        if item.base_length == 0 or item.base_length < len(held.cached.ids):
+            self.model.cache.truncate(held.cached, item.base_length)
         return None
 
     def _problem(self, item: VerifyItem) -> str | None:
@@ -181,19 +182,20 @@ class Target:
     def _admit(self, item: VerifyItem) -> _Part | Verdict:
         """Take from the prefix cache what is known of the tokens, and room for the others."""
         held, cache = self._sequences[item.sequence_id], self.model.cache
-        num_cached = self._adopt(item, held.cached)
+        fills_blocks = self._prefix_cache and cache.pool.fills_blocks(held.cached, len(item.tokens))
+        num_cached = self._adopt(item, held.cached) if fills_blocks else 0
         tokens = item.tokens[num_cached:]
         try:
             cache.reserve(held.cached, len(tokens) + len(item.draft))
         except OutOfBlocks:
             return Verdict(sequence_id=item.sequence_id, error="kv_full")
-        if self._prefix_cache:
+        if fills_blocks:
             cache.pool.announce(held.cached, tokens)
         return _Part(item, held, num_cached, tokens + item.draft)
 
     def _adopt(self, item: VerifyItem, cached: CachedSequence) -> int:
         """Tokens found in the prefix cache; not the last one if its logits are wanted, and none if all of theirs are."""
-        if not self._prefix_cache or item.scored:
+        if item.scored:
             return 0
         return self.model.cache.pool.adopt(cached, item.tokens, len(item.tokens) - int(item.sample))
 
@@ -227,9 +229,9 @@ class Target:
             pool.forget(cached)
             pool.truncate(cached, item.base_length)
             return Verdict(sequence_id=item.sequence_id, error=decision.error)
-        if decision is not None:
+        if decision is not None and decision.accepted < len(item.draft):
             pool.truncate(cached, item.base_length + len(item.tokens) + decision.accepted)
-        if any(math.isnan(score.logprob) for score in scores or ()):
+        if scores and any(math.isnan(score.logprob) for score in scores):
             pool.forget(cached)
         elif self._prefix_cache:
             pool.register(cached, len(cached.ids))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.accept import RULES, DraftProbs, Drafts, Draw, TargetProbs, Verdicts, block, coupled, greedy, rejection
 from engine.accept.base import draw_next, leading_true, match_own_tokens
-from engine.accept.greedy import most_likely
+from engine.accept.greedy import peaks
 from engine.noise import Stream, gumbel_argmax, row_keys
 from engine.request import check_request
 from engine.testing import model_info
@@ -66,7 +66,7 @@ def test_without_any_draft(lists: list[tuple[int, ...]]) -> None:
         drawn.append(torch.softmax(log_weights, dim=-1))
         return log_weights.argmax(dim=-1)
 
-    verdicts = [greedy(drafts, logits), coupled(drafts, logits, draw)]
+    verdicts = [greedy(drafts, logits.argmax(dim=-1)), coupled(drafts, logits, draw)]
     uniforms = torch.zeros(n, 0, dtype=torch.float64)
     verdicts += [rule(drafts, TargetProbs.from_logits(logits), q, uniforms, draw) for rule in RATIO_RULES.values()]
     for verdict in verdicts:
@@ -135,7 +135,7 @@ def test_greedy_ties_take_the_lowest_id() -> None:
     reproducible."""
     logits = torch.zeros(6, 50_000)
     logits[:, [777, 778, 40_000]] = 3.0
-    verdicts = greedy(Drafts.from_lists([(777, 778), (777, 777)]), logits)
+    verdicts = greedy(Drafts.from_lists([(777, 778), (777, 777)]), peaks(logits)[1])
     assert verdicts.accepted.tolist() == [1, 2]
     assert verdicts.tokens.tolist() == [777, 777]
 
@@ -148,12 +148,12 @@ def test_the_most_likely_token_is_the_first_of_the_largest(dtype: torch.dtype) -
     logits[7, 11] = 0.0
     for view in (logits, logits[:, 5:900], logits[::3]):
         wanted = [row.index(max(row)) for row in view.tolist()]
-        assert most_likely(view).tolist() == wanted
+        assert peaks(view)[1].tolist() == wanted
 
 
 def test_greedy_ignores_how_likely_the_draft_was() -> None:
     """Bug guarded: the ratio test on raw probabilities keeps a token that is not the most likely one (case L08)."""
-    verdicts = greedy(Drafts.from_lists([(0,)]), torch.tensor([[0.3, 0.5, 0.2], [0.3, 0.5, 0.2]]).log())
+    verdicts = greedy(Drafts.from_lists([(0,)]), peaks(torch.tensor([[0.3, 0.5, 0.2], [0.3, 0.5, 0.2]]).log())[1])
     assert (verdicts.accepted.tolist(), verdicts.tokens.tolist()) == ([0], [1])
 
 

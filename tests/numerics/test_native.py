@@ -209,6 +209,21 @@ def test_a_spoilt_row_stays_alone(dtype: torch.dtype, infinite: float) -> None:
     assert torch.equal(run(forward, cache, (third, ids))[0], expected)
 
 
+@torch.inference_mode()
+def test_blocks_that_change_hands_are_wiped_for_torch_only() -> None:
+    """Bug guarded: padding that reads the NaN of a block's last owner; or a pass over all layers for every new block, although
+    the kernels read nothing that is not written."""
+    model, cache = native(random_model()), KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    cache.layer(0, torch.zeros(2, 0, 16), torch.zeros(2, 0, 16)).parts[0].fill_(torch.nan)
+    cache.reserve(CachedSequence(), 1)
+    assert cache.layers[0].parts[0][:, :BLOCK_SIZE].eq(0).all()
+    used = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    run(model, used, (scattered(64)[0], random_ids(5)))
+    used.layers[0].parts[0].fill_(torch.nan)
+    used.reserve(CachedSequence(), 1)
+    assert used.layers[0].parts[0].isnan().all()
+
+
 def test_keys_are_placed_first_where_sequences_share_a_block() -> None:
     """Bug guarded: of two equal prompts in one forward the second reads keys of the first that are not written yet."""
     assert not shares_blocks(np.array([3, 4, 9], dtype=np.int32))
@@ -260,7 +275,7 @@ def test_a_failing_compiler_is_named_and_leaves_nothing(monkeypatch: pytest.Monk
     """Bug guarded: half a library that the next start loads; an error that does not say what the compiler said."""
     broken = tmp_path / "broken.c"
     broken.write_text("#error this compiler is too old\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setattr(build, "SOURCES", (broken,))
     with pytest.raises(NoKernels, match="this compiler is too old"):
         load(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.so"))

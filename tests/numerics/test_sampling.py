@@ -460,6 +460,29 @@ def test_a_broken_draft_row_is_told() -> None:
     assert results[1] == (-1, None, False)
 
 
+# --- threads ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(2, 1), (2 + sampling.FEW_LOGITS // VOCAB, 2)])
+def test_few_rows_wake_no_thread(num_rows: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a single request waits for threads that the system does not let run; or, after an error, everything in this
+    process is left with one thread."""
+    torch.set_num_threads(2)
+    seen: list[int] = []
+
+    def fail(*args: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("no penalties")
+
+    monkeypatch.setattr(sampling, "penalised", fail)
+    rows = torch.zeros(num_rows, VOCAB)
+    for call in (decide, propose_tokens):
+        with pytest.raises(RuntimeError, match="no penalties"):
+            call(rows, [SampledSequence(params_of(), 1, [1]) for _ in range(num_rows)], EOS)
+    assert seen == [expected, expected]
+    assert torch.get_num_threads() == 2
+
+
 # --- rows do not depend on the batch ----------------------------------------------------------------------------------------
 
 SINGLE_OPTIONS: dict[str, dict[str, object]] = {

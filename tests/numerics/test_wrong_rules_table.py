@@ -117,8 +117,8 @@ def _draft_by_position(rule: str, patch: Patch) -> None:
     """Key the draft's own draws by position alone, not by round."""
     propose = sampling._PROPOSE[rule]
 
-    def wrong(logits: Tensor, sequences: Sequence[SampledSequence], num_probs: int) -> sampling.Drawn:
-        return propose(logits, [dataclasses.replace(s, num_drawn=0) for s in sequences], num_probs)
+    def wrong(rows: sampling._Rows, sequences: Sequence[SampledSequence], num_probs: int) -> sampling.Drawn:
+        return propose(rows, [dataclasses.replace(s, num_drawn=0) for s in sequences], num_probs)
 
     patch.setitem(sampling._PROPOSE, rule, wrong)
 

@@ -243,6 +243,20 @@ def test_announced_blocks_are_shared_before_they_are_written() -> None:
     assert third.blocks == first.blocks == [0, 1]
 
 
+def test_what_fills_no_block_has_nothing_to_share() -> None:
+    """Bug guarded: a step that completes a block is taken for one that does not, so that equal prompts are computed twice."""
+    for held in range(2 * SIZE + 1):
+        for num_tokens in range(1, 2 * SIZE + 1):
+            pool = BlockPool(num_blocks=16, block_size=SIZE)
+            ids = list(range(held + num_tokens))
+            registered(pool, *ids)
+            sequence = grown(pool, *ids[:held])
+            pool.register(sequence, held)
+            adopted = pool.adopt(sequence, ids[held:], num_tokens)
+            fills = pool.fills_blocks(CachedSequence(ids[:held]), num_tokens)
+            assert fills == (adopted > 0), (held, num_tokens)
+
+
 def test_forgotten_content_is_not_found() -> None:
     """Bug guarded: K and V that gave no numbers, or were never written, go to the next request with the same beginning."""
     pool = BlockPool(num_blocks=8, block_size=SIZE)

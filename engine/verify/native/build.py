@@ -1,4 +1,4 @@
-"""Compile `kernels.c` with the system's compiler, once per source, compiler and processor, and load it."""
+"""Compile the kernels with the system's compiler, once per source, compiler and processor, and load them."""
 
 import ctypes
 import hashlib
@@ -17,7 +17,7 @@ from engine.config import cache_folder
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "rows.c"))
 COMPILERS = ("gcc", "cc")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
 TIMEOUT_S = 120.0
@@ -35,6 +35,14 @@ def kernels() -> ctypes.CDLL | None:
     except NoKernels as reason:
         logger.warning("no compiled kernels, so torch's operations run, which are slower: %s", reason)
         return None
+
+
+def loaded_kernels() -> ctypes.CDLL | None:
+    """The compiled kernels if something in this process has asked for them (`kernels`), else None: nothing is compiled here.
+
+    So what looks at logits runs compiled where models do, and torch's operations where the configuration wants these.
+    """
+    return kernels() if kernels.cache_info().currsize else None
 
 
 def load(folder: Path) -> ctypes.CDLL:
@@ -55,10 +63,18 @@ def load(folder: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoKernels(f"{path} cannot be made or loaded: {error}") from None
-    library.workspace_floats.restype = ctypes.c_int64
-    library.workspace_floats.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.workspace_floats.restype = integer
+    library.workspace_floats.argtypes = [pointer, integer, ctypes.c_int]
     library.forward.restype = None
-    library.forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.forward.argtypes = [pointer, pointer, pointer, ctypes.c_int, pointer]
+    library.largest.restype = None
+    library.largest.argtypes = [pointer, ctypes.c_int, integer, integer, integer, ctypes.c_int, pointer, pointer]
+    library.draw.restype = None
+    library.draw.argtypes = [
+        *(pointer, integer, integer, integer, pointer, pointer),
+        *(ctypes.c_double, ctypes.c_int, pointer, pointer),
+    ]
     return library
 
 
@@ -83,9 +99,10 @@ def openmp_runtime() -> Path:
 def _compile(compiler: str, runtime: Path, path: Path) -> None:
     """The runtime is linked by its path, so that the loader finds the very library that torch has loaded."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / path.name
-        _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)])
-        _run([compiler, "-shared", str(compiled), str(runtime), "-lm", "-o", str(linked)])
+        compiled, linked = [Path(scratch) / f"{source.stem}.o" for source in SOURCES], Path(scratch) / path.name
+        for source, to in zip(SOURCES, compiled, strict=True):
+            _run([compiler, *FLAGS, "-c", str(source), "-o", str(to)])
+        _run([compiler, "-shared", *map(str, compiled), str(runtime), "-lm", "-o", str(linked)])
         os.replace(linked, path)
 
 
@@ -106,5 +123,6 @@ def _key(compiler: str, runtime: Path) -> str:
         processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
         raise NoKernels("the processor does not say in /proc/cpuinfo what it can do") from None
-    parts = [SOURCE.read_text(encoding="utf-8"), _run([compiler, "--version"]), *FLAGS, runtime.name, processor]
+    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
+    parts = [*sources, _run([compiler, "--version"]), *FLAGS, runtime.name, processor]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -140,6 +140,7 @@ class NativeModel:
         like = torch.empty(self._num_kv, 0, self._head_dim, dtype=self._embedding.dtype)
         for call in range(self._num_layers):
             self._caches[call] = cache.layer(call, like, like).keys.data_ptr()
+        cache.reads_unwritten = False
         self._cache = cache
 
     def _extend_rotation(self, length: int) -> None:

@@ -15,6 +15,7 @@ from deployments.lossless.play import (
     RandomSource,
     ReplaySource,
     Text,
+    can_prepare,
     play,
     play_alone,
     random_depth,
@@ -36,6 +37,7 @@ IDLE = {
     "fail": "no draft failed",
     "preempt": "nobody was preempted",
     "cache": "no prefix was found in the cache",
+    "hit": "no draft had been prepared for what the target said",
 }
 MUST = {"half-right": ("accept",), "random": ("draft",), "crashing": ("fail",)}
 FULL_TURNS = 5
@@ -87,6 +89,7 @@ class Arm:
     num_accepted: int = 0
     num_preempted: int = 0
     num_cached: int = 0
+    num_hits: int = 0
     keeps_prefixes: bool = False
     """Whether the target may still know prompts from the arm before; otherwise it computes everything anew."""
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -101,6 +104,7 @@ class Arm:
             "fail": len(self.fallbacks),
             "preempt": self.num_preempted,
             "cache": self.num_cached,
+            "hit": self.num_hits,
         }
         return next((IDLE[one] for one in self.must if not happened[one]), None)
 
@@ -154,6 +158,7 @@ class Matrix:
             for label, policy in self._depths(quick, own=is_own):
                 yield self._arm(f"{source} draft, {label}", make(), policy, must=must)
             yield self._arm(f"{source} draft, a random K each round", make(), random_depth(5), must=must)
+        yield from self._prepared_arms(quick)
         half_right, chosen = self._half_right, self._chosen
         alone = half_right if quick else chosen
         yield self._arm("each request alone, random K", alone(), random_depth(6), Limits(max_batch=1))
@@ -161,6 +166,17 @@ class Matrix:
         tight = Limits(kv_capacity_tokens=self._tight_capacity())
         yield self._arm("preempted and resumed", half_right(), random_depth(8), tight, must=("preempt",))
         yield Arm("moved to another lane halfway", lambda: self._migrate(chosen(), random_depth(9)))
+
+    def _prepared_arms(self, quick: bool) -> Iterator[Arm]:
+        """The configured draft works while the target verifies, if it can."""
+        if self.source is None or not can_prepare(self.source):
+            return
+        name, crashing = self.source.name, CrashingSource(self.source, self.target.info.vocab_size)
+        for fan_out in (2,) if quick else (1, 2, 4):
+            label = f"{name} draft prepared for {fan_out} next tokens"
+            yield self._arm(f"{label}, K=4", self.source, FixedDepth(4, fan_out), must=("hit",))
+            yield self._arm(f"{label}, a random K each round", self.source, random_depth(10, 8, fan_out), must=("hit",))
+        yield self._arm("crashing draft prepared for 2 next tokens", crashing, random_depth(11, 8, 2), must=("hit", "fail"))
 
     def control(self) -> Arm:
         """The same requests with other seeds: the comparison must notice."""
@@ -174,6 +190,7 @@ class Matrix:
         played = arm.play()
         arm.num_drafted, arm.num_accepted = played.num_drafted, played.accepted.total()
         arm.num_preempted, arm.num_cached, arm.fallbacks = played.num_preempted, played.num_cached, played.fallbacks
+        arm.num_hits = played.num_hits
         for name, text in played.texts.items():
             difference = self._first_difference(arm.name, name, text)
             arm.num_requests += 1

@@ -4,20 +4,24 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import ClassVar
+from typing import cast
 
 from msgspec.structs import replace
 
 from engine.drivers import AsyncDriver, DraftUnavailable
-from engine.propose.base import DraftSource
+from engine.propose.base import DraftSource, OverlappedSource
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.types import (
     Delta,
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    Outcome,
+    Prepared,
+    PrepareItem,
     PrepareReply,
     PrepareRequest,
     Proposal,
@@ -63,6 +67,8 @@ class Played:
     num_preempted: int = 0
     num_cached: int = 0
     """Tokens that the target took from its prefix cache."""
+    num_hits: int = 0
+    """Drafts that had been prepared while the target verified."""
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def report(self, report: StepReport) -> None:
@@ -73,6 +79,7 @@ class Played:
         self.num_drafted += report.num_drafted
         self.num_preempted += report.num_preempted
         self.num_cached += report.num_cached_tokens
+        self.num_hits += sum(report.hits.values())
         self.fallbacks.update(report.fallbacks)
 
 
@@ -144,25 +151,33 @@ class _Here:
         return self.target.verify(request)
 
 
-@dataclass(frozen=True, slots=True)
+def can_prepare(source: DraftSource | None) -> bool:
+    """Whether a source can work on the next round while the target verifies."""
+    return hasattr(source, "prepare") and bool(getattr(source, "prepares", True))
+
+
 class _DraftHere:
-    source: DraftSource | None
-    prepares: ClassVar[bool] = False
+    def __init__(self, source: DraftSource | None):
+        self._source = source
+        self._prepared: list[PrepareReply] = []
+        self.prepares = can_prepare(source)
 
     @property
     def available(self) -> bool:
-        return self.source is not None
+        return self._source is not None
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
-        if self.source is None:
+        if self._source is None:
             raise DraftUnavailable("no_draft")
-        return self.source.propose(request)
+        return self._source.propose(request)
 
     def prepare(self, request: PrepareRequest) -> None:
-        raise NotImplementedError
+        with suppress(DraftUnavailable):  # an answer that never comes
+            self._prepared.append(cast(OverlappedSource, self._source).prepare(request))
 
     async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
-        raise NotImplementedError
+        replies, self._prepared = tuple(self._prepared), []
+        return replies
 
 
 # --- depths -----------------------------------------------------------------------------------------------------------------
@@ -171,8 +186,8 @@ class _DraftHere:
 class ChosenDepth(FixedDepth):
     """A depth per request and round from a function of the request's id."""
 
-    def __init__(self, choose: Callable[[str], int]):
-        super().__init__(0)
+    def __init__(self, choose: Callable[[str], int], fan_out: int = 0):
+        super().__init__(0, fan_out)
         self._choose = choose
 
     def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
@@ -180,10 +195,10 @@ class ChosenDepth(FixedDepth):
         return min(self._choose(request_id), room)
 
 
-def random_depth(seed: int, most: int = 20) -> ChosenDepth:
-    """Any depth, drawn anew for every request and round."""
+def random_depth(seed: int, most: int = 20, fan_out: int = 0) -> ChosenDepth:
+    """Any depth, drawn anew for every request and round. With ``fan_out`` drafts are prepared while the target verifies."""
     chance = random.Random(seed)
-    return ChosenDepth(lambda _: chance.randint(0, most))
+    return ChosenDepth(lambda _: chance.randint(0, most), fan_out)
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------------
@@ -259,8 +274,31 @@ class CrashingSource:
         """As `DraftSource.name`."""
         return "crashing"
 
+    @property
+    def prepares(self) -> bool:
+        """As the other source."""
+        return can_prepare(self._source)
+
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`; raises `DraftUnavailable` in some rounds."""
+        is_garbage = self._misbehave(request)
+        reply = self._source.propose(request)
+        if not is_garbage:
+            return reply
+        garbage = tuple(map(self._spoil, request.items[: len(request.items) // 2 + 1]))
+        return ProposeReply(round_id=request.round_id - self._chance.randrange(2), proposals=garbage)
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """As `OverlappedSource.prepare`, with the same faults."""
+        is_garbage = self._misbehave(request)
+        reply = cast(OverlappedSource, self._source).prepare(request)
+        if not is_garbage:
+            return reply
+        garbage = tuple(map(self._spoil_outcomes, request.items[: len(request.items) // 2 + 1]))
+        return PrepareReply(round_id=request.round_id - self._chance.randrange(2), prepared=garbage)
+
+    def _misbehave(self, request: ProposeRequest | PrepareRequest) -> bool:
+        """The next fault; whether the answer is to be garbage."""
         fault = next(self._faults) if request.items else "none"
         if fault == "away":
             raise DraftUnavailable("crashed")
@@ -268,11 +306,16 @@ class CrashingSource:
             self._source.propose(ProposeRequest(round_id=0, items=(), release=tuple(self._known)))
             self._known.clear()
         self._known.update(item.sequence_id for item in request.items)
-        reply = self._source.propose(request)
-        if fault != "garbage":
-            return reply
-        garbage = tuple(map(self._spoil, request.items[: len(request.items) // 2 + 1]))
-        return ProposeReply(round_id=request.round_id - self._chance.randrange(2), proposals=garbage)
+        return fault == "garbage"
+
+    def _spoil_outcomes(self, item: PrepareItem) -> Prepared:
+        """Outcomes that nobody asked for, with drafts that cannot be."""
+        outcomes = tuple(
+            Outcome(accepted=accepted, token=token, tokens=self._chance.choice([(self._vocab_size,), (-1,), ()]))
+            for accepted in range(len(item.draft) + 2)
+            for token in (0, 1)
+        )
+        return Prepared(sequence_id=item.sequence_id, outcomes=outcomes, known_length=self._chance.randrange(10_000))
 
     def _spoil(self, item: ProposeItem) -> Proposal:
         tokens = self._chance.choice([(self._vocab_size,), (-1,), (0,) * (item.depth + 1), ()])

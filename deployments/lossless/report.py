@@ -138,6 +138,7 @@ def _arm_object(arm: Arm) -> dict[str, Any]:
         "num_accepted": arm.num_accepted,
         "num_preempted": arm.num_preempted,
         "num_cached_tokens": arm.num_cached,
+        "num_hits": arm.num_hits,
         "fallbacks": dict(arm.fallbacks),
         "num_divergences": len(arm.divergences),
     }

@@ -166,7 +166,7 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
             # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
             request.draft_length += min(verdict.accepted, drafted - 1)
         scheduler.policy.observe(request.id, drafted, verdict.accepted)
-    committed = request.commit(verdict.tokens, verdict.logprobs, frozenset(scheduler.info.eos_token_ids))
+    committed = request.commit(verdict.tokens, verdict.logprobs, scheduler.eos_token_ids)
     accepted = min(verdict.accepted, len(committed.tokens))
     request.num_rounds += 1
     request.num_drafted += drafted

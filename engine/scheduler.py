@@ -116,6 +116,7 @@ class Scheduler:
 
     def __init__(self, info: ModelInfo, policy: DepthPolicy, *, max_batch: int, prefill_tokens: int, max_waiting: int):
         self.info = info
+        self.eos_token_ids = frozenset(info.eos_token_ids)
         self.policy = policy
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens

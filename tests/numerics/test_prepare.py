@@ -53,7 +53,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draft_model(family: str = "llama", **options: Any) -> DraftModel:
-    sizes = {"kv_capacity_tokens": 16 * 1024, "shared_catch_up_tokens": 64, **options}  # not what this machine affords today
+    sizes = {"kv_capacity_tokens": 16 * 1024, "shared_catch_up_tokens": 256, **options}  # not what this machine affords today
     return DraftModel(tiny_model(family, head_dim=16), **sizes)
 
 

@@ -310,7 +310,8 @@ class AsyncDriver:
         self._cancelled.clear()
 
     def _fail_running(self, message: str) -> None:
-        for request in list(self.scheduler.running):
+        # A round that fails before it admits anybody would fail for ever: then it is those who wait who cannot be served.
+        for request in list(self.scheduler.running or self.scheduler.waiting):
             self.scheduler.remove(request, Event.FAIL)
         # Besides these, a round that broke half way may have ended requests whose last delta went down with it.
         for stream in self._streams.values():

@@ -208,6 +208,7 @@ class Inside:
     """Models in this process, as the driver of a lane knows them."""
 
     available = True
+    prepares = False
 
     def __init__(self, model):
         self._model = model

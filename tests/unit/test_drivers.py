@@ -554,6 +554,21 @@ async def test_a_failing_round_fails_its_requests_and_nobody_else(caplog: pytest
         assert not lane.target.model.sequences
 
 
+async def test_a_round_that_breaks_before_it_admits_anybody_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug guarded: rounds that fail for ever while their requests wait in the queue, and their clients with them."""
+    caplog.set_level(logging.CRITICAL)
+    lane = Lane()
+    with monkeypatch.context() as broken:
+        broken.delattr(lane.draft, "prepares")
+        async with running(lane):
+            (last,) = await lane.deltas("a", [1, 7])
+    assert last.finish_reason is FinishReason.ERROR
+    async with running(lane):
+        assert await lane.tokens("b", [1, 7]) == expected([1, 7], 12)
+
+
 async def test_a_request_that_ended_in_a_round_that_broke_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

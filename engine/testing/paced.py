@@ -58,49 +58,49 @@ class Script:
     """What the target says and what the draft takes for likely, per (seed of the sequence, position of the token)."""
 
     def __init__(self, emulation: Emulation, vocab_size: int):
-        self._emulation = emulation
+        self._seed = emulation.seed
+        self._alpha = emulation.alpha
+        self._recovered = [emulation.recovered(n) for n in range(1, MAX_RANK)]
         # The lowest ids are the control tokens and single bytes of most vocabularies: a script of them would be no text.
         self._first = vocab_size // 8
         self._count = vocab_size - self._first
-        self._recovered = [emulation.recovered(n) for n in range(1, MAX_RANK)]
-
-    def token(self, seed: int, position: int) -> int:
-        """The target's token."""
-        return self._first + _bits(self._key(seed), position, 0) % self._count
-
-    def rank(self, seed: int, position: int) -> int:
-        """Which of the draft's guesses the target's token is; 1 = the one it drafts."""
-        u, alpha = (_bits(self._key(seed), position, 1) >> 11) * 2.0**-53, self._emulation.alpha
-        if u < alpha:
-            return 1
-        u = (u - alpha) / (1 - alpha)
-        return next((n + 1 for n, share in enumerate(self._recovered, start=1) if u < share), MAX_RANK + 1)
-
-    def drafted(self, seed: int, position: int) -> int:
-        """The draft's token."""
-        return self.token(seed, position) if self.rank(seed, position) == 1 else self._other(seed, position, 0)
+        # Neighbouring rounds are about the same positions.
+        self.token = lru_cache(maxsize=1 << 16)(self._token)
+        self.rank = lru_cache(maxsize=1 << 16)(self._rank)
+        self.drafted = lru_cache(maxsize=1 << 16)(self._drafted)
 
     def guesses(self, seed: int, position: int, count: int) -> list[int]:
         """The draft's ``count`` likeliest tokens, the one it drafts first; all different."""
-        rank = self.rank(seed, position)
-        guesses = [self._other(seed, position, index) for index in range(count - (rank <= count))]
+        token, rank = self.token(seed, position), self.rank(seed, position)
+        shift = self._bits(seed, position, 2)
+        guesses = [self._other(token, shift + index) for index in range(count - (rank <= count))]
         if rank <= count:
-            guesses.insert(rank - 1, self.token(seed, position))
+            guesses.insert(rank - 1, token)
         return guesses
 
-    def _other(self, seed: int, position: int, index: int) -> int:
-        """One of the tokens that the target does not say here, another one for each index."""
-        shift = (_bits(self._key(seed), position, 2) + index) % (self._count - 1)
-        return self._first + (self.token(seed, position) - self._first + 1 + shift) % self._count
+    def _token(self, seed: int, position: int) -> int:
+        """The target's token."""
+        return self._first + self._bits(seed, position, 0) % self._count
 
-    def _key(self, seed: int) -> int:
-        return (self._emulation.seed << 64) | (seed & _MASK)
+    def _rank(self, seed: int, position: int) -> int:
+        """Which of the draft's guesses the target's token is; 1 = the one it drafts."""
+        u = (self._bits(seed, position, 1) >> 11) * 2.0**-53
+        if u < self._alpha:
+            return 1
+        u = (u - self._alpha) / (1 - self._alpha)
+        return next((n + 1 for n, share in enumerate(self._recovered, start=1) if u < share), MAX_RANK + 1)
 
+    def _drafted(self, seed: int, position: int) -> int:
+        """The draft's token."""
+        return self.guesses(seed, position, 1)[0]
 
-@lru_cache(maxsize=1 << 16)
-def _bits(key: int, position: int, stream: int) -> int:
-    """64 random bits. Not `engine.noise`, which needs torch and works on whole rows."""
-    return _mix(_mix(_mix((key >> 64) + _GOLDEN * (stream + 1)) ^ key & _MASK) ^ position * _GOLDEN & _MASK)
+    def _other(self, token: int, shift: int) -> int:
+        """A token that is not the target's; shifts that follow each other give different ones."""
+        return self._first + (token - self._first + 1 + shift % (self._count - 1)) % self._count
+
+    def _bits(self, seed: int, position: int, stream: int) -> int:
+        """64 random bits. Not `engine.noise`, which needs torch and works on whole rows."""
+        return _mix(_mix(_mix(self._seed + _GOLDEN * (stream + 1)) ^ seed & _MASK) ^ position * _GOLDEN & _MASK)
 
 
 def _mix(x: int) -> int:
@@ -261,12 +261,12 @@ class PacedDraft(_PacedModel):
             return Prepared(sequence_id=item.sequence_id, reason="need_context")
         seed, committed = held.context.params.seed, held.length
         held.length += len(item.draft)
-        outcomes = tuple(
-            Outcome(accepted=a, token=token, tokens=self._drafted(seed, committed + a + 1, item.depth))
-            for a, count in enumerate(item.fan_out[: len(item.draft) + 1])
-            for token in self._guesses(seed, committed + a, count, item.draft[a : a + 1])
-        )
-        return Prepared(sequence_id=item.sequence_id, outcomes=outcomes, known_length=committed)
+        outcomes: list[Outcome] = []
+        for a, count in enumerate(item.fan_out[: len(item.draft) + 1]):
+            tokens = self._drafted(seed, committed + a + 1, item.depth)
+            guesses = self._guesses(seed, committed + a, count, item.draft[a : a + 1])
+            outcomes += [Outcome(accepted=a, token=guess, tokens=tokens) for guess in guesses]
+        return Prepared(sequence_id=item.sequence_id, outcomes=tuple(outcomes), known_length=committed)
 
     def _guesses(self, seed: int, position: int, count: int, drafted: tuple[int, ...]) -> list[int]:
         """Where a token was drafted already, the guesses are what may come in its place."""

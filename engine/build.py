@@ -16,7 +16,7 @@ from engine.propose.ngram import NgramSource
 from engine.request import check_request, fit_to_cache
 from engine.scheduler import DepthPolicy, Scheduler
 from engine.testing.paced import PacedDraft, PacedTarget, paced_info
-from engine.testing.profiles import Emulation, Timed, is_emulated, parse_emulation
+from engine.testing.profiles import Timed, follow_emulation, is_emulated, parse_emulation
 from engine.types import Delta, GenerateRequest, ModelInfo
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ def build_served_target(config: OutriderConfig) -> "Target | PacedTarget":
     """What a lane's target runs: a model, or an emulation of one."""
     if not is_emulated(config.target.model):
         return build_target(config)
-    emulation = parse_emulation(config.target.model, "target.model")
-    return PacedTarget(emulation, _paced_info(config, emulation, emulation.target, config.target.kv_cache_tokens))
+    follow = follow_emulation(config.target.model, "target.model")
+    return PacedTarget(follow, _paced_info(config, follow().target, config.target.kv_cache_tokens))
 
 
 def build_served_draft(config: OutriderConfig) -> "DraftModel | PacedDraft":
     """What a draft replica runs: a model, or an emulation of one."""
     if config.draft.model is None or not is_emulated(config.draft.model):
         return build_draft_model(config)
-    emulation = parse_emulation(config.draft.model, "draft.model")
-    return PacedDraft(emulation, _paced_info(config, emulation, emulation.draft, config.draft.kv_cache_tokens))
+    follow = follow_emulation(config.draft.model, "draft.model")
+    return PacedDraft(follow, _paced_info(config, follow().draft, config.draft.kv_cache_tokens))
 
 
 def build_target(config: OutriderConfig) -> "Target":
@@ -180,12 +180,12 @@ def _refuse_emulation(config: OutriderConfig) -> None:
         )
 
 
-def _paced_info(config: OutriderConfig, emulation: Emulation, timed: Timed, kv_cache_tokens: int | None) -> ModelInfo:
+def _paced_info(config: OutriderConfig, timed: Timed, kv_cache_tokens: int | None) -> ModelInfo:
     from engine.models import load_tokenizer
 
     tokenizer = load_tokenizer(config.target.model)
     return paced_info(
-        emulation,
+        config.target.model,
         timed,
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,

@@ -6,7 +6,7 @@ not here.
 """
 
 from engine.testing.paced import PacedDraft, PacedTarget, paced_info
-from engine.testing.profiles import Emulation, is_emulated, parse_emulation
+from engine.testing.profiles import Emulation, follow_emulation, is_emulated, parse_emulation
 from engine.testing.scripted import FakeClock, NextToken, ScriptedDraft, ScriptedTarget, model_info
 from engine.testing.table import TableModel
 
@@ -19,6 +19,7 @@ __all__ = [
     "ScriptedDraft",
     "ScriptedTarget",
     "TableModel",
+    "follow_emulation",
     "is_emulated",
     "model_info",
     "paced_info",

@@ -119,26 +119,35 @@ class _Held:
 
 
 class _PacedModel:
-    """What both emulated models are: a script, step times, and the lengths of the sequences that they pretend to hold."""
+    """What both emulated models are: a script, step times, and the lengths of the sequences that they pretend to hold.
 
-    def __init__(self, emulation: Emulation, timed: Timed, info: ModelInfo, clock: Clock, wait_until: WaitUntil):
-        self._emulation = emulation
-        self._timed = timed
+    ``follow`` gives the emulation of the moment (`engine.testing.profiles.follow_emulation`).
+    """
+
+    def __init__(self, follow: Callable[[], Emulation], info: ModelInfo, clock: Clock, wait_until: WaitUntil):
+        self._follow = follow
+        self._emulation = follow()
         self._info = info
-        self._script = Script(emulation, info.vocab_size)
+        self._script = Script(self._emulation, info.vocab_size)
         self._clock = clock
         self._wait_until = wait_until
         self._sequences: dict[str, _Held] = {}
-        logger.warning("EMULATION, no model is loaded: %s plays %s", info.device, emulation.name)
+        logger.warning("EMULATION, no model is loaded: %s plays %s", info.device, self._emulation.name)
 
     @property
     def info(self) -> ModelInfo:
         """Of the emulated model; name, device and path say that it is one."""
         return self._info
 
-    def _release(self, sequence_ids: Sequence[str]) -> None:
-        for sequence_id in sequence_ids:
+    def _begin(self, released: Sequence[str]) -> float:
+        """Forget what ended and see whether the emulation is another one now. Returns the time."""
+        started_s = self._clock()
+        emulation = self._follow()
+        if emulation != self._emulation:
+            self._emulation, self._script = emulation, Script(emulation, self._info.vocab_size)
+        for sequence_id in released:
             self._sequences.pop(sequence_id, None)
+        return started_s
 
     def _open(self, item: _Item) -> _Held | None:
         """Roll back to ``base_length`` and take in the tokens; None when less is held than that."""
@@ -155,20 +164,23 @@ class PacedTarget(_PacedModel):
     """A `TargetModel` that waits. A draft token is kept where it is the script's, under every rule: the script is certain."""
 
     def __init__(
-        self, emulation: Emulation, info: ModelInfo, clock: Clock = time.perf_counter, wait_until: WaitUntil = wait_until
+        self,
+        follow: Callable[[], Emulation],
+        info: ModelInfo,
+        clock: Clock = time.perf_counter,
+        wait_until: WaitUntil = wait_until,
     ):
-        super().__init__(emulation, emulation.target, info, clock, wait_until)
+        super().__init__(follow, info, clock, wait_until)
 
     def verify(self, request: VerifyRequest) -> VerifyReply:
         """As `TargetModel.verify`. The logprobs of a prompt cannot be had: the script does not say how likely a prompt is."""
-        started_s = self._clock()
-        self._release(request.release)
+        started_s = self._begin(request.release)
         verdicts = tuple(self._verdict(item) for item in request.items)
         computed = [item for item, v in zip(request.items, verdicts, strict=True) if not v.need_context and v.error is None]
         if computed:
             num_tokens = sum(len(item.tokens) + len(item.draft) for item in computed)
             context = num_tokens + sum(item.base_length for item in computed)
-            self._wait_until(started_s + self._timed.step_s(num_tokens, context))
+            self._wait_until(started_s + self._emulation.target.step_s(num_tokens, context))
         return VerifyReply(round_id=request.round_id, verdicts=verdicts, step_time_s=self._clock() - started_s)
 
     def _verdict(self, item: VerifyItem) -> Verdict:
@@ -205,17 +217,20 @@ class PacedDraft(_PacedModel):
     """As `DraftSource.name`."""
 
     def __init__(
-        self, emulation: Emulation, info: ModelInfo, clock: Clock = time.perf_counter, wait_until: WaitUntil = wait_until
+        self,
+        follow: Callable[[], Emulation],
+        info: ModelInfo,
+        clock: Clock = time.perf_counter,
+        wait_until: WaitUntil = wait_until,
     ):
-        super().__init__(emulation, emulation.draft, info, clock, wait_until)
+        super().__init__(follow, info, clock, wait_until)
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`."""
-        started_s = self._clock()
-        self._release(request.release)
+        started_s = self._begin(request.release)
         opened = [(item, self._open(item)) for item in request.items]
         known = [(item, held) for item, held in opened if held is not None]
-        forwards = _Forwards(self._timed)
+        forwards = _Forwards(self._emulation.draft)
         forwards.add(sum(len(item.tokens) for item, _ in known), sum(held.length for _, held in known))
         for step in range(1, max((item.depth for item, _ in known), default=0)):
             lengths = [held.length + step for item, held in known if item.depth > step]
@@ -226,11 +241,10 @@ class PacedDraft(_PacedModel):
 
     def prepare(self, request: PrepareRequest) -> PrepareReply:
         """As `OverlappedSource.prepare`: a forward over everything committed and drafted, then one per depth over all forks."""
-        started_s = self._clock()
-        self._release(request.release)
+        started_s = self._begin(request.release)
         opened = [(item, self._open(item)) for item in request.items]
         known = [(item, held.length) for item, held in opened if held is not None]
-        forwards = _Forwards(self._timed)
+        forwards = _Forwards(self._emulation.draft)
         num_tokens = sum(len(item.tokens) + len(item.draft) for item, _ in known)
         forwards.add(num_tokens, sum(length + len(item.draft) for item, length in known))
         for step in range(max((item.depth for item, _ in known if item.fan_out), default=0)):
@@ -298,7 +312,7 @@ class _Forwards:
 
 
 def paced_info(
-    emulation: Emulation,
+    name: str,
     timed: Timed,
     *,
     vocab_size: int,
@@ -309,7 +323,7 @@ def paced_info(
 ) -> ModelInfo:
     """What an emulated model says of itself: everything that names it says that it is none."""
     return ModelInfo(
-        name=emulation.name,
+        name=name,
         vocab_size=vocab_size,
         max_context=max_context,
         kv_capacity_tokens=kv_capacity_tokens or timed.kv_capacity_tokens,

@@ -5,15 +5,19 @@ reading weights and KV cache at 85 % of the memory's bandwidth and of computing 
 between GPUs, kernel launches and attention's own arithmetic are left out, so real devices are slower, the draft more so.
 """
 
+import contextlib
 import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from engine.errors import ConfigError
 
 PREFIX = "emulated:"
+FILE_PREFIX = f"{PREFIX}@"
+"""Followed by a path: the file holds another emulated name, and may change while the models run."""
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.85, 0.65
 """Of the peak, as good kernels reach them."""
 MEMORY_SHARE = 0.9
@@ -161,13 +165,56 @@ class Emulation:
         return float(1 - (1 - share) ** (num_guesses / of))
 
 
+class EmulationFile:
+    """An emulation that is written in a file and followed as that changes: one deployment is measured under many conditions.
+
+    Replace the file in one step (`os.replace`). Raises `ConfigError` that names ``field`` for what cannot be used when it is
+    first read; later that leaves the emulation as it was.
+    """
+
+    def __init__(self, model: str, field: str):
+        self._path, self._field = Path(model.removeprefix(FILE_PREFIX)), field
+        self._changed_ns = 0
+        self._emulation = self._read()
+
+    def __call__(self) -> Emulation:
+        """The emulation of the moment."""
+        with contextlib.suppress(OSError, ConfigError):
+            if self._path.stat().st_mtime_ns != self._changed_ns:
+                self._emulation = self._read()
+        return self._emulation
+
+    def _read(self) -> Emulation:
+        try:
+            self._changed_ns = self._path.stat().st_mtime_ns
+            name = self._path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self._field}: cannot read {self._path}: {error}") from None
+        if not is_emulated(name) or name.startswith(FILE_PREFIX):
+            raise ConfigError(f"{self._field}: {self._path} must hold a name such as {PREFIX}{FREE}, got '{name[:80]}'")
+        return parse_emulation(name, self._field)
+
+
+def follow_emulation(model: str, field: str) -> Callable[[], Emulation]:
+    """What gives the emulation of the moment: the file's of that time, or always the same. Raises as `parse_emulation`."""
+    if model.startswith(FILE_PREFIX):
+        return EmulationFile(model, field)
+    emulation = parse_emulation(model, field)
+    return lambda: emulation
+
+
 def is_emulated(model: str | None) -> bool:
     """Whether a model's name asks for an emulated device."""
     return model is not None and model.startswith(PREFIX)
 
 
 def parse_emulation(model: str, field: str) -> Emulation:
-    """Read ``emulated:<profile>?<parameter>=<value>&...``; raises `ConfigError` that names ``field`` and the fix."""
+    """Read ``emulated:<profile>?<parameter>=<value>&...``, or ``emulated:@<file>`` as it is now.
+
+    Raises `ConfigError` that names ``field`` and the fix.
+    """
+    if model.startswith(FILE_PREFIX):
+        return EmulationFile(model, field)()
     profile, _, query = model.removeprefix(PREFIX).partition("?")
     if profile not in (*PAIRS, FREE):
         close = difflib.get_close_matches(profile, [*PAIRS, FREE], n=1)

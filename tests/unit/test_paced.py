@@ -1,9 +1,12 @@
 """Emulated devices: the script and how it is foreseen, the time that steps take, the names that choose them."""
 
+import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +16,7 @@ from engine.config import OutriderConfig, parse_config
 from engine.drivers import SyncDriver
 from engine.errors import ConfigError
 from engine.scheduler import FixedDepth, Scheduler
-from engine.testing import FakeClock, PacedDraft, PacedTarget, is_emulated, paced_info, parse_emulation
+from engine.testing import FakeClock, PacedDraft, PacedTarget, follow_emulation, is_emulated, paced_info, parse_emulation
 from engine.testing.paced import Script
 from engine.testing.profiles import PAIRS, Flat
 from engine.types import (
@@ -49,13 +52,13 @@ class FakeTime:
 
 def make_info(name: str) -> ModelInfo:
     emulation = parse_emulation(name, "target.model")
-    return paced_info(emulation, emulation.target, vocab_size=VOCAB, eos_token_ids=(0,), fingerprint="none", max_context=4096)
+    return paced_info(name, emulation.target, vocab_size=VOCAB, eos_token_ids=(0,), fingerprint="none", max_context=4096)
 
 
 def make_pair(name: str = "emulated:free") -> tuple[PacedTarget, PacedDraft, FakeClock]:
-    emulation, time = parse_emulation(name, "target.model"), FakeTime()
-    target = PacedTarget(emulation, make_info(name), time.clock, time.wait_until)
-    return target, PacedDraft(emulation, make_info(name), time.clock, time.wait_until), time.clock
+    follow, time = follow_emulation(name, "target.model"), FakeTime()
+    target = PacedTarget(follow, make_info(name), time.clock, time.wait_until)
+    return target, PacedDraft(follow, make_info(name), time.clock, time.wait_until), time.clock
 
 
 def context(seed: int = 7, **params: object) -> SequenceContext:
@@ -284,6 +287,45 @@ def test_an_emulation_says_what_it_is() -> None:
         assert "emulated" in text
     assert info.step_times[0] == (1, PAIRS["70b-h100"][0].step_s(1, 65))
     assert info.kv_capacity_tokens > 100_000
+
+
+def test_an_emulation_in_a_file_is_followed(tmp_path: Path) -> None:
+    """Bug guarded: a benchmark that changes the conditions and goes on measuring the old ones."""
+    file = tmp_path / "emulation"
+
+    def write(text: str) -> None:
+        new = tmp_path / "new"
+        new.write_text(text)
+        os.utime(new, ns=(0, next(changes)))
+        os.replace(new, file)
+
+    changes = itertools.count(1)
+    write("emulated:free?step_ms=30&alpha=1")
+    target, draft, clock = make_pair(f"emulated:@{file}")
+
+    def right_of_ten() -> int:
+        request = ProposeRequest(round_id=1, items=(asked("s", 0, PROMPT, 10, context()),))
+        (proposal,) = draft.propose(request).proposals
+        verify = VerifyRequest(round_id=1, items=(item("s", 0, PROMPT, context(), proposal.tokens),))
+        before_s = clock()
+        (verdict,) = target.verify(verify).verdicts
+        took.append(clock() - before_s)
+        return verdict.accepted
+
+    took: list[float] = []
+    assert right_of_ten() == 10
+    write("emulated:free?step_ms=10&alpha=0")
+    assert right_of_ten() == 0
+    write("emulated:fre")
+    assert right_of_ten() == 0
+    assert took == pytest.approx([0.03, 0.01, 0.01])
+    with pytest.raises(ConfigError, match="did you mean"):
+        follow_emulation(f"emulated:@{file}", "target.model")
+    write(f"emulated:@{file}")
+    with pytest.raises(ConfigError, match="must hold a name such as emulated:free"):
+        parse_emulation(f"emulated:@{file}", "target.model")
+    with pytest.raises(ConfigError, match="cannot read"):
+        parse_emulation("emulated:@/nowhere", "target.model")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------------

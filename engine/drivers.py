@@ -3,22 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
+from engine.drafting import Answer
 from engine.errors import OutriderError
-from engine.propose.base import DraftSource
+from engine.propose.base import DraftSource, OverlappedSource
 from engine.request import LIVE, Event, Request
-from engine.round import NoDrafts, Propose, RoundResult, Steps, Verify, make_delta, play_round
+from engine.round import Collect, Collected, NoDrafts, Propose, RoundResult, Steps, Verify, make_delta, play_round
 from engine.scheduler import Scheduler
 from engine.text import TokenDecoder
 from engine.types import (
     Delta,
     FinishReason,
     GenerateRequest,
+    PrepareReply,
+    PrepareRequest,
     ProposeReply,
     ProposeRequest,
     StepReport,
@@ -29,6 +33,7 @@ from engine.verify.base import TargetModel
 
 logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
+Wish = Collect | Propose | Verify
 PAUSE_AFTER_FAILURE_S = 0.05
 """A target that fails at once is asked again after this, so that the other tasks of the process get their turn."""
 
@@ -42,7 +47,11 @@ class DraftUnavailable(OutriderError):
 
 
 class SyncDriver:
-    """All parts in one process, one call after the other: tests, `outrider generate`, benchmarks."""
+    """All parts in one process, one call after the other: tests, `outrider generate`, benchmarks.
+
+    A source that can prepare is told to just before the target verifies: nothing overlaps, but what is prepared is the same.
+    A source may be unavailable; any other error of a part in this process is a bug and is raised.
+    """
 
     def __init__(
         self,
@@ -58,6 +67,8 @@ class SyncDriver:
         self._decoder = decoder
         self._clock = clock
         self._round_id = 0
+        self._prepared: list[PrepareReply] = []
+        self._asking_s = 0.0
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; raises `Overloaded` when the queue is full."""
@@ -73,9 +84,10 @@ class SyncDriver:
         """Play one round."""
         now_s = self._clock()
         self._round_id += 1
-        steps = play_round(self.scheduler, self._round_id, now_s, drafts=self.source is not None)
-        result = self._drive(steps)
-        self.scheduler.policy.report(_timed(result.report, self._clock() - now_s), now_s)
+        self._asking_s = 0.0
+        drafts, prepares = self.source is not None, hasattr(self.source, "prepare")
+        result = self._drive(play_round(self.scheduler, self._round_id, now_s, drafts=drafts, prepares=prepares))
+        self.scheduler.policy.report(_timed(result.report, self._clock() - now_s, self._asking_s), now_s)
         return result
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[Delta]:
@@ -89,17 +101,35 @@ class SyncDriver:
         try:
             wish = next(steps)
             while True:
-                wish = steps.send(
-                    self._propose(wish.request) if isinstance(wish, Propose) else self.target.verify(wish.request)
-                )
+                wish = steps.send(self._answer(wish))
         except StopIteration as finished:
             result: RoundResult = finished.value
             return result
 
-    def _propose(self, request: ProposeRequest) -> ProposeReply:
+    def _answer(self, wish: Wish) -> Answer:
+        if isinstance(wish, Propose):
+            return self._propose(wish.request)
+        if isinstance(wish, Collect):
+            replies, self._prepared = self._prepared, []
+            return Collected(tuple(replies))
+        if wish.prepare is not None:
+            self._prepare(wish.prepare)
+        return self.target.verify(wish.request)
+
+    def _propose(self, request: ProposeRequest) -> ProposeReply | NoDrafts:
         if self.source is None:
             raise AssertionError("a round asked for drafts although there is no source")
-        return self.source.propose(request)
+        started_s = self._clock()
+        try:
+            return self.source.propose(request)
+        except DraftUnavailable as error:
+            return NoDrafts(str(error))
+        finally:
+            self._asking_s += self._clock() - started_s
+
+    def _prepare(self, request: PrepareRequest) -> None:
+        with suppress(DraftUnavailable):  # the next round misses what was to be prepared
+            self._prepared.append(cast(OverlappedSource, self.source).prepare(request))
 
 
 class RemoteTarget(Protocol):
@@ -118,6 +148,19 @@ class RemoteDraft(Protocol):
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`; raises `DraftUnavailable` at the latest when its deadline has passed."""
+
+    @property
+    def prepares(self) -> bool:
+        """Whether it can work while the target verifies. If not, the other two methods are never called."""
+
+    def prepare(self, request: PrepareRequest) -> None:
+        """Send `OverlappedSource.prepare` its request and return at once; what fails is an answer that never comes.
+
+        Items whose replica has not answered its last request are left out.
+        """
+
+    async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
+        """The answers that have come since the last call, each once; waits up to ``patience_s`` while any are under way."""
 
 
 @dataclass(slots=True)
@@ -145,6 +188,7 @@ class AsyncDriver:
         self._on_report = on_report
         self._clock = clock
         self._round_id = 0
+        self._asking_s = 0.0
         self._streams: dict[str, _Stream] = {}
         self._cancelled: list[Request] = []
         self._wake = asyncio.Event()
@@ -194,11 +238,12 @@ class AsyncDriver:
     async def _step(self) -> None:
         now_s = self._clock()
         self._round_id += 1
-        steps = play_round(self.scheduler, self._round_id, now_s, drafts=self._draft.available)
-        result = await self._drive(steps)
+        self._asking_s = 0.0
+        available, prepares = self._draft.available, self._draft.prepares
+        result = await self._drive(play_round(self.scheduler, self._round_id, now_s, drafts=available, prepares=prepares))
         for delta in result.deltas:
             self._deliver(delta)
-        self._learn(_timed(result.report, self._clock() - now_s), now_s)
+        self._learn(_timed(result.report, self._clock() - now_s, self._asking_s), now_s)
 
     def _learn(self, report: StepReport, now_s: float) -> None:
         """The tokens are on their way already: what is wrong with a policy or a metric is no reason to fail anybody."""
@@ -217,10 +262,17 @@ class AsyncDriver:
             result: RoundResult = finished.value
             return result
 
-    def _answer(self, wish: Propose | Verify) -> Awaitable[ProposeReply | NoDrafts | VerifyReply]:
-        return self._propose(wish.request) if isinstance(wish, Propose) else self._target.verify(wish.request)
+    async def _answer(self, wish: Wish) -> Answer:
+        if isinstance(wish, Propose):
+            return await self._propose(wish.request)
+        if isinstance(wish, Collect):
+            return await self._collect(wish.patience_s)
+        if wish.prepare is not None:
+            self._prepare(wish.prepare)
+        return await self._target.verify(wish.request)
 
     async def _propose(self, request: ProposeRequest) -> ProposeReply | NoDrafts:
+        started_s = self._clock()
         try:
             return await self._draft.propose(request)
         except DraftUnavailable as error:
@@ -228,6 +280,23 @@ class AsyncDriver:
         except Exception:
             logger.exception("the draft could not be asked in round %d", request.round_id)
             return NoDrafts("draft_error")
+        finally:
+            self._asking_s += self._clock() - started_s
+
+    def _prepare(self, request: PrepareRequest) -> None:
+        try:
+            self._draft.prepare(request)
+        except Exception:
+            logger.exception("the draft could not be told to prepare in round %d", request.round_id)
+
+    async def _collect(self, patience_s: float) -> Collected:
+        started_s = self._clock()
+        try:
+            replies = await self._draft.collect(patience_s)
+        except Exception:
+            logger.exception("what the draft prepared could not be collected in round %d", self._round_id)
+            replies = ()
+        return Collected(replies, self._clock() - started_s)
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)
@@ -249,5 +318,6 @@ class AsyncDriver:
                 stream.deltas.put_nowait(make_delta(stream.request, FinishReason.ERROR, error=message))
 
 
-def _timed(report: StepReport, round_time_s: float) -> StepReport:
-    return msgspec.structs.replace(report, round_time_s=round_time_s)
+def _timed(report: StepReport, round_time_s: float, asking_s: float) -> StepReport:
+    """With the times that only a driver can take; waiting for prepared drafts is in the report already."""
+    return msgspec.structs.replace(report, round_time_s=round_time_s, exposed_time_s=report.exposed_time_s + asking_s)

@@ -18,7 +18,7 @@ from engine.noise import Stream
 from engine.processing import Kept, SampledSequence, filtered, first_rows, has_filter, penalised, tempered
 from engine.types import SparseProbs, TokenLogprob
 
-__all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "propose_tokens", "token_logprobs"]
+__all__ = ["DRAFT_PROBS", "Decision", "SampledSequence", "decide", "likeliest_next", "propose_tokens", "token_logprobs"]
 
 DRAFT_PROBS = 64
 """A draft that must report q draws from its most likely tokens, cut here and renormalised: that is then its q, exactly."""
@@ -68,6 +68,27 @@ def propose_tokens(
         for i, (token, probs) in ((i, result) for i, good, result in drawn if good):
             results[i] = (token, probs, True)
     return results
+
+
+def likeliest_next(
+    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: tuple[int, ...], count: int
+) -> list[list[int]]:
+    """Per row the ``count`` likeliest next tokens, the best first; logits [R, V] and ``sequences`` as for `decide`.
+
+    By the scores that draw them: under ``coupled`` the tempered logits plus the row's own noise, so that the first is what the
+    model draws there; under the others the logits as processed, filtered and, beyond `greedy`, tempered. A row gives fewer
+    where fewer have a chance, and none where it has no token to draw.
+    """
+    found: list[list[int]] = [[] for _ in range(len(logits))]
+    starts = first_rows(sequences)
+    for rule, members in _alike(sequences):
+        chosen = [sequences[i] for i in members]
+        spans = [(starts[i], sequences[i].num_rows) for i in members]
+        processed, usable = _processed(_rows_of(logits, spans).float(), chosen, eos_token_ids)
+        rows = [row for start, length in spans for row in range(start, start + length)]
+        for row, good, tokens in zip(rows, usable, _best_first(*_RANKED[rule](processed, chosen), count), strict=True):
+            found[row] = tokens if good else []
+    return found
 
 
 def token_logprobs(raw: Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
@@ -154,6 +175,51 @@ _PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence], int], Drawn]] =
     "rejection": _propose_with_probs,
     "block": _propose_with_probs,
 }
+
+
+Pick = Callable[[Tensor], Tensor]
+"""Scores [R, V], of which some are -inf, -> the best token of every row, int64 [R]."""
+
+
+def _ranked_greedy(logits: Tensor, sequences: Sequence[SampledSequence]) -> tuple[Tensor, Pick]:
+    return logits, most_likely
+
+
+def _ranked_coupled(logits: Tensor, sequences: Sequence[SampledSequence]) -> tuple[Tensor, Pick]:
+    scaled, keys = tempered(logits, sequences), _keys(sequences, Stream.COUPLED, logits.device)
+    if not has_filter(sequences[0].params):
+        return scaled, lambda scores: noise.gumbel_argmax(scores, keys)
+    kept = filtered(scaled, sequences)
+    scores = noise.gumbel(keys[kept.rows], kept.ids[:, None]).squeeze(1) + kept.values
+    return Kept(kept.rows, kept.ids, scores).dense(scaled.double()), most_likely
+
+
+def _ranked_by_q(logits: Tensor, sequences: Sequence[SampledSequence]) -> tuple[Tensor, Pick]:
+    return _masked(tempered(logits, sequences), sequences), most_likely
+
+
+_RANKED: dict[str, Callable[[Tensor, Sequence[SampledSequence]], tuple[Tensor, Pick]]] = {
+    "greedy": _ranked_greedy,
+    "coupled": _ranked_coupled,
+    "rejection": _ranked_by_q,
+    "block": _ranked_by_q,
+}
+
+
+def _best_first(scores: Tensor, pick: Pick, count: int) -> list[list[int]]:
+    """The ``count`` best tokens of every row of [R, V]: each is picked after those before it are gone."""
+    left = scores.clone()
+    picked: list[Tensor] = []
+    values: list[Tensor] = []
+    for _ in range(min(count, scores.shape[1])):
+        picked.append(pick(left)[:, None])
+        values.append(left.gather(1, picked[-1]))
+        left.scatter_(1, picked[-1], -torch.inf)
+    if not picked:
+        return [[] for _ in range(len(scores))]
+    has_chance = torch.cat(values, dim=1) > -torch.inf
+    rows = zip(torch.cat(picked, dim=1).tolist(), has_chance.sum(dim=1).tolist(), strict=True)
+    return [tokens[:number] for tokens, number in rows]
 
 
 def _draw_coupled(scaled: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:

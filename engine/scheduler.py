@@ -1,10 +1,12 @@
 """Who takes part in the next round, with which tokens and how deep. Plain bookkeeping: no torch, no I/O, no clock."""
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import Overloaded
+from engine.propose.outcomes import OutcomeCache
 from engine.request import Event, Request, State
 from engine.types import ModelInfo, StepReport
 
@@ -13,7 +15,16 @@ class DepthPolicy(Protocol):
     """Decides how deep a request speculates. `autoscale.lane_policy.LanePolicy` follows the load; `FixedDepth` does not."""
 
     def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        """Depth for the coming round, from 0 to ``room``."""
+        """Depth for the coming round, from 0 to ``room``. Asked too for a prompt whose draft may be prepared beside it."""
+
+    def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
+        """How many next tokens to prepare for after 0, 1, ..., ``draft_length`` accepted ones; () = prepare nothing."""
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        """Of requests without a prepared draft (id, planned depth): how deep to ask for drafts and wait; 0 = not at all."""
+
+    def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
+        """How long to wait for ``num_expected`` prepared drafts that have not come when a round begins."""
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Tell how a draft of this request fared."""
@@ -26,14 +37,32 @@ class DepthPolicy(Protocol):
 
 
 class FixedDepth:
-    """The same depth for everybody: for tests and measurements."""
+    """The same for everybody: for tests and measurements.
 
-    def __init__(self, depth: int):
+    ``fan_out``: next tokens to prepare for after every number of accepted ones, 0 = sequential rounds. ``asks``: whether a
+    round asks for drafts that were not prepared.
+    """
+
+    def __init__(self, depth: int, fan_out: int = 0, asks: bool = True):
         self._depth = depth
+        self._fan_out = fan_out
+        self._asks = asks
 
     def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
         """As many of the fixed number as there is room for."""
         return min(self._depth, room)
+
+    def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
+        """The fixed number everywhere."""
+        return (self._fan_out,) * (draft_length + 1) if self._fan_out else ()
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        """As deep as planned, or nothing."""
+        return max(depth for _, depth in missed) if self._asks else 0
+
+    def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
+        """A round does not wait for what may yet come."""
+        return 0.0
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Nothing to learn."""
@@ -53,6 +82,10 @@ class Planned:
     start: int
     end: int
     depth: int = 0
+    next_depth: int = 0
+    """Draft tokens to prepare for the round after this one."""
+    miss_reason: str | None = None
+    """Why the source prepared no draft although it was to."""
 
     @property
     def sample(self) -> bool:
@@ -92,7 +125,10 @@ class Scheduler:
         self.target_released: list[str] = []
         """Sequences that the target may forget; the next round tells it."""
         self.draft_released: list[str] = []
-        """Sequences that the draft may forget; told when the draft is asked for something, never on its own."""
+        """Sequences that the draft may forget; told with other messages, never on its own, until one of them is answered."""
+        self.outcomes = OutcomeCache(info.vocab_size)
+        """What the draft prepared."""
+        self._told: tuple[int, tuple[str, ...]] = (0, ())
         self._num_blocks = info.kv_capacity_tokens // info.kv_block_size
         self._ids: set[str] = set()
 
@@ -108,6 +144,9 @@ class Scheduler:
         if len(self.waiting) >= self.max_waiting:
             raise Overloaded(f"{len(self.waiting)} requests are waiting already (api.max_waiting); try again later")
         self._ids.add(request.id)
+        if request.id in self.draft_released:  # a new text under an old name: opening it is what makes the draft forget
+            self.draft_released.remove(request.id)
+            request.draft_opened = True
         self.waiting.append(request)
 
     def find(self, request_id: str) -> Request | None:
@@ -124,6 +163,7 @@ class Scheduler:
             self.waiting.remove(request)
         if request.draft_opened:
             self.draft_released.append(request.id)
+        self.outcomes.forget(request.id)
         self._ids.discard(request.id)
         self.policy.finished(request.id)
 
@@ -134,15 +174,39 @@ class Scheduler:
             request.target_length = 0
         self.target_released.clear()
 
-    def forget_draft(self) -> None:
-        """Another draft answers from now on: nothing it holds is known."""
-        for request in (*self.running, *self.waiting):
-            request.draft_length = 0
-            request.draft_opened = False
-        self.draft_released.clear()
+    def forget_draft(self, request_ids: Collection[str] | None = None) -> None:
+        """Another draft answers from now on, for these requests or for all: nothing it holds is known.
 
-    def plan(self, now_s: float, *, drafts: bool) -> Plan:
-        """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so every depth is 0."""
+        Drafts that have been prepared stay good, whoever made them.
+        """
+        for request in (*self.running, *self.waiting):
+            if request_ids is None or request.id in request_ids:
+                request.draft_length = 0
+                request.draft_opened = False
+        self.draft_was_told(self.draft_released if request_ids is None else request_ids)
+        self.outcomes.lose_answers(request_ids)
+
+    def tell_draft(self, round_id: int) -> tuple[str, ...]:
+        """What a message that is answered later tells the draft to forget."""
+        self._told = round_id, tuple(self.draft_released)
+        return self._told[1]
+
+    def draft_has_answered(self, round_id: int) -> None:
+        """The answer to such a message came."""
+        if round_id == self._told[0]:
+            self.draft_was_told(self._told[1])
+
+    def draft_was_told(self, released: Collection[str]) -> None:
+        """The draft has forgotten these."""
+        if released:
+            gone = frozenset(released)
+            self.draft_released[:] = [request_id for request_id in self.draft_released if request_id not in gone]
+
+    def plan(self, now_s: float, *, drafts: bool, prepares: bool = False) -> Plan:
+        """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so every depth is 0.
+
+        With ``prepares`` the source can work on the round after it meanwhile.
+        """
         plan = Plan()
         self._make_room(plan)
         self._admit()
@@ -156,6 +220,8 @@ class Scheduler:
                 plan.items.append(Planned(request, request.target_length, request.target_length + chunk))
         if drafts:
             self._choose_depths(plan, now_s)
+        if drafts and prepares:
+            self._choose_first_depths(plan, now_s)
         return plan
 
     def room(self, request: Request) -> int:
@@ -172,12 +238,22 @@ class Scheduler:
             request = item.request
             if request.state is not State.DECODING:
                 continue
-            depth = self.policy.depth(request.id, self.room(request), batch_size, now_s)
+            room = self.room(request)
+            depth = self.policy.depth(request.id, room, batch_size, now_s)
+            item.next_depth = max(min(depth, room - 1), 0)  # the round makes one token at least
             length = len(request.ids)
             while depth and self._blocks(length + 1 + depth) - self._blocks(length + 1) > spare:
                 depth -= 1
             spare -= self._blocks(length + 1 + depth) - self._blocks(length + 1)
             item.depth = depth
+
+    def _choose_first_depths(self, plan: Plan, now_s: float) -> None:
+        """How deep the requests that are still prefilled are going to speculate: the draft may read their prompts meanwhile."""
+        prefilling = [item for item in plan.items if item.request.state is not State.DECODING]
+        batch_size = sum(item.sample for item in plan.items)
+        for item in prefilling:
+            room = max(self.room(item.request) - 1, 0)
+            item.next_depth = self.policy.depth(item.request.id, room, max(batch_size, 1), now_s)
 
     def _make_room(self, plan: Plan) -> None:
         """Preempt from the youngest until the others fit with one more token each."""

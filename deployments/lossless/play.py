@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -17,6 +18,8 @@ from engine.types import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    PrepareReply,
+    PrepareRequest,
     Proposal,
     ProposeItem,
     ProposeReply,
@@ -144,6 +147,7 @@ class _Here:
 @dataclass(frozen=True, slots=True)
 class _DraftHere:
     source: DraftSource | None
+    prepares: ClassVar[bool] = False
 
     @property
     def available(self) -> bool:
@@ -153,6 +157,12 @@ class _DraftHere:
         if self.source is None:
             raise DraftUnavailable("no_draft")
         return self.source.propose(request)
+
+    def prepare(self, request: PrepareRequest) -> None:
+        raise NotImplementedError
+
+    async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
+        raise NotImplementedError
 
 
 # --- depths -----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,11 @@ from dataclasses import dataclass, field
 
 from engine.types import (
     ModelInfo,
+    Outcome,
+    Prepared,
+    PrepareItem,
+    PrepareReply,
+    PrepareRequest,
     Proposal,
     ProposeItem,
     ProposeReply,
@@ -139,13 +144,18 @@ def _scripted_logprob(token: int, position: int) -> TokenLogprob:
 
 
 class ScriptedDraft:
-    """A draft whose next token is a function of the ids so far; with the target's own function every token is accepted."""
+    """A draft whose next token is a function of the ids so far; with the target's own function every token is accepted.
 
-    def __init__(self, next_token: NextToken, name: str = "scripted"):
+    It guesses that function's value first and then the tokens after it, in a vocabulary of ``vocab_size``.
+    """
+
+    def __init__(self, next_token: NextToken, name: str = "scripted", vocab_size: int = 100):
         self.next_token = next_token
         self._name = name
+        self._vocab_size = vocab_size
         self.sequences: dict[str, list[int]] = {}
         self.requests: list[ProposeRequest] = []
+        self.prepare_requests: list[PrepareRequest] = []
 
     @property
     def name(self) -> str:
@@ -171,3 +181,33 @@ class ScriptedDraft:
         tokens = tuple(known[committed:])
         del known[committed + max(item.depth - 1, 0) :]
         return Proposal(sequence_id=item.sequence_id, tokens=tokens, known_length=committed)
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """As `OverlappedSource.prepare`."""
+        self.prepare_requests.append(request)
+        for sequence_id in request.release:
+            self.sequences.pop(sequence_id, None)
+        prepared = tuple(self._prepared(item) for item in request.items)
+        return PrepareReply(round_id=request.round_id, prepared=prepared, step_time_s=0.001, num_steps=1)
+
+    def _prepared(self, item: PrepareItem) -> Prepared:
+        known = self.sequences.setdefault(item.sequence_id, [])
+        if len(known) < item.base_length:
+            return Prepared(sequence_id=item.sequence_id, reason="need_context")
+        known[item.base_length :] = item.tokens
+        outcomes = tuple(
+            Outcome(accepted=accepted, token=token, tokens=self._continued([*known, *item.draft[:accepted], token], item.depth))
+            for accepted, count in enumerate(item.fan_out)
+            for token in self._guesses(known, item.draft, accepted, count)
+        )
+        return Prepared(sequence_id=item.sequence_id, outcomes=outcomes, known_length=len(known))
+
+    def _guesses(self, known: list[int], draft: tuple[int, ...], accepted: int, count: int) -> list[int]:
+        likeliest = self.next_token([*known, *draft[:accepted]])
+        ranked = [(likeliest + rank) % self._vocab_size for rank in range(min(count + 1, self._vocab_size))]
+        return [token for token in ranked if token not in draft[accepted : accepted + 1]][:count]
+
+    def _continued(self, ids: list[int], depth: int) -> tuple[int, ...]:
+        for _ in range(depth):
+            ids.append(self.next_token(ids))
+        return tuple(ids[len(ids) - depth :])

@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 from engine.testing.scripted import Held, model_info
 from engine.types import (
     ModelInfo,
+    Outcome,
+    Prepared,
+    PrepareItem,
+    PrepareReply,
+    PrepareRequest,
     Proposal,
     ProposeItem,
     ProposeReply,
@@ -84,9 +89,40 @@ class TableModel:
         for sequence_id in request.release:
             self._held.pop(sequence_id, None)
         drafting = [_Drafting(item, self._open(item)) for item in request.items]
+        self._draw_all(drafting)
+        return ProposeReply(round_id=request.round_id, proposals=tuple(draft.proposal() for draft in drafting), num_steps=1)
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """As `OverlappedSource.prepare`; the forks of all items advance together."""
+        for sequence_id in request.release:
+            self._held.pop(sequence_id, None)
+        opened = [(item, self._open(item)) for item in request.items]
+        forks = {item.sequence_id: self._forks(item, held) for item, held in opened if held is not None}
+        self._draw_all([drafting for own in forks.values() for _, _, drafting in own])
+        prepared = (_prepared(item, forks.get(item.sequence_id)) for item in request.items)
+        return PrepareReply(round_id=request.round_id, prepared=tuple(prepared), num_steps=1)
+
+    def _forks(self, item: PrepareItem, held: Held) -> "list[tuple[int, int, _Drafting]]":
+        """(accepted, next token, the draft after them) for every guess at the outcome of verifying the item's draft."""
+        from engine.sampling import SampledSequence, likeliest_next
+
+        if not item.fan_out or held.context is None:
+            return []
+        ids = [*held.ids, *item.draft]
+        sequence = SampledSequence(held.context.params, held.context.prompt_length, ids, item.draft)
+        rows = self.table[ids[len(ids) - sequence.num_rows :]]
+        ranked = likeliest_next(rows, [sequence], self._info.eos_token_ids, max(item.fan_out) + 1)
+        forks = []
+        for accepted, (tokens, count) in enumerate(zip(ranked, item.fan_out, strict=True)):
+            others = [token for token in tokens if token not in item.draft[accepted : accepted + 1]]
+            for token in others[:count]:
+                fork = Held([*held.ids, *item.draft[:accepted], token], held.context)
+                forks.append((accepted, token, _Drafting(item, fork)))
+        return forks
+
+    def _draw_all(self, drafting: "list[_Drafting]") -> None:
         for step in range(max((draft.item.depth for draft in drafting), default=0)):
             self._draw([draft for draft in drafting if draft.held is not None and draft.item.depth > step])
-        return ProposeReply(round_id=request.round_id, proposals=tuple(draft.proposal() for draft in drafting), num_steps=1)
 
     def _draw(self, drafting: "list[_Drafting]") -> None:
         from engine.sampling import SampledSequence, propose_tokens
@@ -104,7 +140,7 @@ class TableModel:
             draft.tokens.append(token)
             draft.probs += [q] if q is not None else []
 
-    def _open(self, item: "VerifyItem | ProposeItem") -> Held | None:
+    def _open(self, item: VerifyItem | ProposeItem | PrepareItem) -> Held | None:
         held = self._held.get(item.sequence_id)
         if item.context is not None and item.base_length == 0:
             held = self._held[item.sequence_id] = Held(context=item.context)
@@ -116,7 +152,7 @@ class TableModel:
 
 @dataclass(slots=True)
 class _Drafting:
-    item: ProposeItem
+    item: ProposeItem | PrepareItem
     held: Held | None
     tokens: list[int] = field(default_factory=list)
     probs: list[SparseProbs] = field(default_factory=list)
@@ -133,6 +169,16 @@ class _Drafting:
             probs=tuple(self.probs) if self.probs else None,
             known_length=self.item.base_length + len(self.item.tokens),
         )
+
+
+def _prepared(item: PrepareItem, forks: "list[tuple[int, int, _Drafting]] | None") -> Prepared:
+    if forks is None:
+        return Prepared(sequence_id=item.sequence_id, reason="need_context")
+    outcomes = tuple(
+        Outcome(accepted=accepted, token=token, tokens=tuple(drafting.tokens), probs=tuple(drafting.probs) or None)
+        for accepted, token, drafting in forks
+    )
+    return Prepared(sequence_id=item.sequence_id, outcomes=outcomes, known_length=item.base_length + len(item.tokens))
 
 
 def _as_verdict(item: VerifyItem, decision: "Decision", scores: tuple[TokenLogprob, ...] | None) -> Verdict:

@@ -18,6 +18,8 @@ from engine.types import (
     Delta,
     FinishReason,
     GenerateRequest,
+    PrepareReply,
+    PrepareRequest,
     ProposeReply,
     ProposeRequest,
     SamplingParams,
@@ -75,11 +77,23 @@ class RemoteDraft:
     def __init__(self) -> None:
         self.model = ScriptedDraft(next_token)
         self.available = True
+        self.prepares = False
         self.after: Callable[[ProposeReply], ProposeReply] = lambda reply: reply
+        self.prepared: list[PrepareReply] = []
+        self.patience_s: list[float] = []
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         await asyncio.sleep(0)
         return self.after(self.model.propose(request))
+
+    def prepare(self, request: PrepareRequest) -> None:
+        self.prepared.append(self.model.prepare(request))
+
+    async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
+        self.patience_s.append(patience_s)
+        await asyncio.sleep(0)
+        prepared, self.prepared = self.prepared, []
+        return tuple(prepared)
 
 
 class Lane:

@@ -19,6 +19,8 @@ from engine.types import (
     Delta,
     FinishReason,
     GenerateRequest,
+    Prepared,
+    PrepareItem,
     Proposal,
     ProposeItem,
     ProposeReply,
@@ -258,12 +260,21 @@ class CheckedDraft(ScriptedDraft):
         self._texts = {request.request_id: [*request.prompt_ids, *outputs[request.request_id]] for request in requests}
         self._known: Counter[str] = Counter()
 
-    def _proposal(self, item: ProposeItem) -> Proposal:
+    def _checked(self, item: ProposeItem | PrepareItem) -> tuple[list[int], int]:
         text = self._texts[item.sequence_id]
         end = item.base_length + len(item.tokens)
         assert item.base_length == self._known[item.sequence_id]
         assert list(item.tokens) == text[item.base_length : end]
         assert (item.context is not None) == (item.base_length == 0)
+        self._known[item.sequence_id] = end
+        return text, end
+
+    def _prepared(self, item: PrepareItem) -> Prepared:
+        self._checked(item)
+        return super()._prepared(item)
+
+    def _proposal(self, item: ProposeItem) -> Proposal:
+        text, end = self._checked(item)
         proposal = super()._proposal(item)
         accepted = 0
         while accepted < item.depth - 1 and text[end + accepted : end + accepted + 1] == [proposal.tokens[accepted]]:

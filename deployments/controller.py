@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from autoscale.controller_policy import ControllerPolicy
+from deployments.counters import draft_summary, overlap_summary
 from deployments.messages import Directory, DraftReport, LaneStatus
 from engine.config import parse_config
 
@@ -55,10 +56,12 @@ class Controller:
                     "target_device": lane.target.device,
                     "target_dtype": lane.target.dtype,
                     "why": lane.explanation,
+                    **overlap_summary(lane),
                 }
                 for lane in lanes
             ],
             "drafts": [draft.draft_id for draft in self._live_drafts(now_s)],
+            "draft_details": [draft_summary(draft) for draft in self._live_drafts(now_s)],
         }
 
     def _live_drafts(self, now_s: float) -> tuple[DraftReport, ...]:

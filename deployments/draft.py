@@ -3,23 +3,26 @@
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.merged_draft import MergedDraft
 from deployments.messages import DraftReport
-from deployments.wire import WireServer, decode
+from deployments.wire import PROTOCOL_VERSION, WireServer
 from engine.config import parse_config
-from engine.types import ProposeReply, ProposeRequest
+from engine.types import PrepareReply, PrepareRequest, ProposeReply, ProposeRequest
 
 logger = logging.getLogger("ray.serve")
 
 
 class Draft:
-    """Hosts the draft model and announces its stream to the controller."""
+    """Hosts the draft model, merges the work of all lanes (`MergedDraft`) and announces its stream to the controller."""
 
     async def __init__(  # type: ignore[misc]
         self, config: dict[str, Any], secret: str, target_fingerprint: str, controller: DeploymentHandle[Any]
@@ -31,13 +34,16 @@ class Draft:
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="propose")
         loop = asyncio.get_running_loop()
         self._model = await loop.run_in_executor(self._forwards, build_served_draft, self._config)
-        self._server = WireServer({"propose": self._propose}, secret)
+        self._merged = MergedDraft(self._run)
+        self._server = WireServer({"propose": self._merged.propose, "prepare": self._merged.prepare}, secret)
         address = await self._server.start(ray.util.get_node_ip_address())
         self._report = DraftReport(
             draft_id=serve.get_replica_context().replica_tag,
             address=address,
             target_fingerprint=target_fingerprint,
             info=self._model.info,
+            protocol=PROTOCOL_VERSION,
+            process_id=os.getpid(),
         )
         self._announcing = asyncio.create_task(self._announce())
 
@@ -53,11 +59,13 @@ class Draft:
     async def _announce(self) -> None:
         while True:
             try:
-                await self._controller.report_draft.remote(self._report)
+                await self._merged.expire(self._server.callers)
+                await self._controller.report_draft.remote(msgspec.structs.replace(self._report, work=self._merged.work))
             except Exception as error:
-                logger.warning("the controller cannot be reached: %s", type(error).__name__)
+                logger.warning("could not report to the controller: %s: %s", type(error).__name__, error)
             await asyncio.sleep(self._config.controller.report_interval_s)
 
-    async def _propose(self, body: bytes, caller: str) -> ProposeReply:
-        request = decode(body, ProposeRequest)
-        return await asyncio.get_running_loop().run_in_executor(self._forwards, self._model.propose, request)
+    async def _run(
+        self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]
+    ) -> tuple[list[ProposeReply], list[PrepareReply]]:
+        return await asyncio.get_running_loop().run_in_executor(self._forwards, self._model.run, proposes, prepares)

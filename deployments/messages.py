@@ -6,6 +6,23 @@ from autoscale.signals import DepthTable, LaneReport
 from engine.types import ModelInfo
 
 
+class DraftWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What a draft replica serves, and how it merges the work of several lanes."""
+
+    num_lanes: int = 0
+    """Lanes that asked about some sequence and have not released it."""
+    num_sequences: int = 0
+    """Such sequences; the model may have forgotten some of them under pressure."""
+    num_runs: int = 0
+    """Calls of the model since it started."""
+    num_messages: int = 0
+    """Messages of lanes that these calls answered; mean merged batch = num_messages / num_runs."""
+    runs_by_size: dict[int, int] = {}
+    """Messages merged into one call -> such calls."""
+    num_expired: int = 0
+    """Sequences that were forgotten because their lane was gone or they had not been asked about for too long."""
+
+
 class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     """A draft replica announces itself."""
 
@@ -15,6 +32,28 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     target_fingerprint: str
     """Vocabulary it was checked against: only lanes whose target has this fingerprint may use it."""
     info: ModelInfo
+    protocol: int = 0
+    """Version of the stream protocol that it speaks; 0 from a release that did not say."""
+    process_id: int = 0
+    work: DraftWork = DraftWork()
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """What went over streams, cumulative. A hop is a call with one answer that was answered."""
+
+    num_hops: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    hop_time_s: float = 0.0
+    """Round trips minus the model's own time."""
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.num_hops + other.num_hops,
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.hop_time_s + other.hop_time_s,
+        )
 
 
 class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +69,18 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     target_pid: int
     draft_name: str
     draft_state: str
-    """ok, or why no drafts are asked for."""
+    """ok, or what is wrong; begins with "ok" while drafts can be had."""
     explanation: dict[str, float | int | str | None]
+    hits: dict[str, int] = {}
+    """Requests times rounds whose draft was prepared, by kind of outcome: recovery, bonus, plain."""
+    misses: dict[str, int] = {}
+    """Those whose draft was not, by kind as above, or late, unprepared."""
+    dropped_answers: dict[str, int] = {}
+    """Answers of drafts that were not used, by what was wrong with them: late, stray, twice."""
+    requests_per_draft: dict[str, int] = {}
+    """Draft replica -> requests of this lane that stick to it now."""
+    traffic: dict[str, Traffic] = {}
+    """Over the lane's streams to its target ("target") and to drafts ("draft")."""
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 Every name says its unit; every help text says how the number is made.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -25,7 +25,14 @@ COUNTERS = {
     "prefix_cached_tokens": "Prompt tokens taken from the prefix cache instead of being computed.",
     "target_tokens": "Tokens put through the target: prefill, last committed tokens and draft tokens.",
     "verify_seconds": "Time of target forwards with sampling and acceptance, as the target measured it.",
-    "draft_seconds": "Time of draft forwards, as the draft measured it; 0 for rounds at depth 0.",
+    "draft_seconds": "Time of draft forwards for the drafts of each round, as the draft measured it; 0 for rounds at depth 0.",
+    "draft_hidden_seconds": "Draft time behind a verify: max(0, draft_seconds - draft_exposed_seconds), round by round; "
+    "hidden share = draft_hidden_seconds / draft_seconds.",
+    "draft_exposed_seconds": "Time that rounds waited for drafts, hops included.",
+    "prepared_seconds": "The part of draft_seconds in rounds that asked no draft: all of their drafts were prepared.",
+    "prepared_exposed_seconds": "The part of draft_exposed_seconds in those rounds; hidden share on hits = 1 - "
+    "prepared_exposed_seconds / prepared_seconds.",
+    "draft_asked": "Requests times rounds that asked a draft and waited for the answer, because nothing was prepared.",
     "round_seconds": "Time of whole rounds: draft, hops, verify and bookkeeping.",
     "first_tokens": "Requests that got a first token; mean time to first token = first_token_seconds / first_tokens.",
     "first_token_seconds": "Time from a request's arrival in the router to its first token, summed.",
@@ -47,6 +54,55 @@ _GAUGES = {
         "break_even_batch",
         "Smallest batch per lane at which the depth is 0; absent when speculation always pays.",
     ),
+}
+
+
+_BY_LABEL: dict[str, tuple[str, str, Callable[[LaneStatus], dict[str, int]]]] = {
+    "fallbacks": (
+        "reason",
+        "Requests times rounds that ran without the draft they were to have, by reason.",
+        lambda lane: lane.fallbacks,
+    ),
+    "prepared_hits": (
+        "kind",
+        "Requests times rounds whose draft was prepared while the target verified, by kind of outcome: recovery (the draft was "
+        "corrected), bonus (all of it was accepted), plain (there was none); hit rate = prepared_hits / (prepared_hits + "
+        "prepared_misses).",
+        lambda lane: lane.hits,
+    ),
+    "prepared_misses": (
+        "kind",
+        "Requests times rounds whose outcome was not prepared, by kind as in prepared_hits, or late (no answer in time), "
+        "unprepared (the draft had a reason).",
+        lambda lane: lane.misses,
+    ),
+    "dropped_draft_answers": (
+        "reason",
+        "Answers of drafts that were not used: late (for another round), stray (nobody asked), twice.",
+        lambda lane: lane.dropped_answers,
+    ),
+}
+"""Counters with one more label than the lane: (label, help, where to find them)."""
+_TRAFFIC = {
+    "hops": ("num_hops", "Calls over streams that were answered; mean hop = hop_seconds / hops."),
+    "hop_seconds": ("hop_time_s", "Round trips of calls over streams minus the model's own time, queueing included, summed."),
+    "stream_sent_bytes": ("bytes_sent", "Bytes of frames sent over streams; bytes per round = stream_sent_bytes / rounds."),
+    "stream_received_bytes": ("bytes_received", "Bytes of frames received over streams."),
+}
+_DRAFT_COUNTERS = {
+    "draft_runs": ("num_runs", "Calls of a draft replica's model, each over all messages that were pending."),
+    "draft_messages": (
+        "num_messages",
+        "Messages of lanes that a draft replica answered; mean merged = draft_messages / draft_runs.",
+    ),
+    "draft_expired_sequences": (
+        "num_expired",
+        "Sequences that a draft replica forgot because nobody asked about them any more.",
+    ),
+}
+_DRAFT_GAUGES = {
+    "draft_lanes": ("num_lanes", "Lanes that a draft replica holds sequences of."),
+    "draft_sequences": ("num_sequences", "Sequences that lanes asked a draft replica about and have not released."),
 }
 
 
@@ -87,11 +143,9 @@ def _lane_metrics(lanes: list[LaneStatus]) -> Iterator[Metric]:
         yield family
     yield _per_position("drafted", "Draft tokens verified", lanes)
     yield _per_position("accepted", "Draft tokens committed", lanes)
-    fallbacks = CounterMetricFamily(
-        "outrider_fallbacks",
-        "Requests times rounds that ran without the draft they were to have, by reason.",
-        labels=["lane", "reason"],
-    )
+    yield from (_labelled(name, label, text, get, lanes) for name, (label, text, get) in _BY_LABEL.items())
+    yield _per_draft(lanes)
+    yield from _traffic(lanes)
     available = GaugeMetricFamily(
         "outrider_draft_available", "1 when the lane has a source of drafts it can ask.", labels=["lane", "source"]
     )
@@ -102,12 +156,9 @@ def _lane_metrics(lanes: list[LaneStatus]) -> Iterator[Metric]:
         labels=["lane"],
     )
     for lane in lanes:
-        for reason, count in lane.fallbacks.items():
-            fallbacks.add_metric([lane.load.lane_id, reason], count)
-        available.add_metric([lane.load.lane_id, lane.draft_name], float(lane.draft_state == "ok"))
+        available.add_metric([lane.load.lane_id, lane.draft_name], float(lane.draft_state.startswith("ok")))
         if lane.target.row_invariant is not None:
             invariant.add_metric([lane.load.lane_id], float(lane.target.row_invariant))
-    yield fallbacks
     yield available
     yield invariant
 
@@ -122,6 +173,46 @@ def _per_position(kind: str, text: str, lanes: list[LaneStatus]) -> Metric:
     return family
 
 
+def _labelled(name: str, label: str, text: str, get: Callable[[LaneStatus], dict[str, int]], lanes: list[LaneStatus]) -> Metric:
+    family = CounterMetricFamily(f"outrider_{name}", text, labels=["lane", label])
+    for lane in lanes:
+        for value, count in get(lane).items():
+            family.add_metric([lane.load.lane_id, value], count)
+    return family
+
+
+def _per_draft(lanes: list[LaneStatus]) -> Metric:
+    family = GaugeMetricFamily(
+        "outrider_requests_on_draft", "Requests of a lane that stick to a draft replica now.", labels=["lane", "draft"]
+    )
+    for lane in lanes:
+        for draft_id, count in lane.requests_per_draft.items():
+            family.add_metric([lane.load.lane_id, draft_id], count)
+    return family
+
+
+def _traffic(lanes: list[LaneStatus]) -> Iterator[Metric]:
+    for name, (attribute, text) in _TRAFFIC.items():
+        family = CounterMetricFamily(f"outrider_{name}", f"{text} By peer: target, draft.", labels=["lane", "peer"])
+        for lane in lanes:
+            for peer, traffic in lane.traffic.items():
+                family.add_metric([lane.load.lane_id, peer], getattr(traffic, attribute))
+        yield family
+
+
+def _draft_metrics(drafts: list[dict[str, Any]]) -> Iterator[Metric]:
+    families: list[tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], dict[str, tuple[str, str]]]] = [
+        (CounterMetricFamily, _DRAFT_COUNTERS),
+        (GaugeMetricFamily, _DRAFT_GAUGES),
+    ]
+    for make, table in families:
+        for name, (key, text) in table.items():
+            family = make(f"outrider_{name}", text, labels=["draft"])
+            for draft in drafts:
+                family.add_metric([draft["draft_id"]], float(draft[key]))
+            yield family
+
+
 def _cluster_metrics(snapshot: dict[str, Any]) -> Iterator[Metric]:
     for key, (name, text) in _GAUGES.items():
         value = snapshot.get(key)
@@ -131,3 +222,4 @@ def _cluster_metrics(snapshot: dict[str, Any]) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "outrider_drafts", "Draft replicas that reported within the last five seconds.", value=len(snapshot["drafts"])
     )
+    yield from _draft_metrics(snapshot.get("draft_details", []))

@@ -1,24 +1,28 @@
-"""The router's view of models in other processes: calls over streams, what to do when they fail, and when to ask again."""
+"""The router's view of its target in another process, and of sources of drafts that need no process (see `draft_pool`)."""
 
 import asyncio
 import logging
-import time
-import zlib
-from functools import partial
 from typing import Any
 
-from deployments.messages import DraftReport
+from deployments.counters import traffic_of
+from deployments.messages import DraftReport, Traffic
 from deployments.wire import WireClient, WireError
-from engine.calibrate import StepTimes, measure_draft
-from engine.drivers import Clock, DraftUnavailable, TargetLost
+from engine.drivers import DraftUnavailable, TargetLost
 from engine.propose.base import DraftSource
-from engine.types import ModelInfo, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
+from engine.types import (
+    ModelInfo,
+    PrepareReply,
+    PrepareRequest,
+    ProposeReply,
+    ProposeRequest,
+    VerifyReply,
+    VerifyRequest,
+)
 
 logger = logging.getLogger("ray.serve")
 
 VERIFY_DEADLINE_S = 60.0
 """A target that needs longer for one round hangs: it is restarted."""
-MEASURE_DEADLINE_S = 10.0
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 5.0
 
@@ -30,12 +34,20 @@ class StreamTarget:
         self._actor = actor
         self._secret = secret
         self._client: WireClient | None = None
+        self._traffic_before = Traffic()
+        """Of streams that are closed."""
         self.pid = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Over all streams to the target, closed ones included."""
+        return self._traffic_before if self._client is None else self._traffic_before + traffic_of(self._client)
 
     async def connect(self) -> ModelInfo:
         """Wait until the actor has loaded its model and open the stream; raises what its constructor raised."""
         address, self.pid, info = await self._actor.hello.remote()
         if self._client is not None:
+            self._traffic_before += traffic_of(self._client)
             await self._client.close()
         self._client = WireClient(address, self._secret)
         return ModelInfo(**info)
@@ -64,7 +76,24 @@ class StreamTarget:
             delay_s = min(2 * delay_s, LONGEST_RETRY_S)
 
 
-class LocalDraft:
+class _WithoutReplicas:
+    """A source that no process can be asked for, and that has nobody to prepare anything."""
+
+    prepares = False
+
+    def prepare(self, request: PrepareRequest) -> None:
+        """Never asked: ``prepares`` is false."""
+
+    async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
+        """Nothing was prepared."""
+        return ()
+
+    async def update(self, drafts: tuple[DraftReport, ...]) -> set[str]:
+        """There are no replicas to follow."""
+        return set()
+
+
+class LocalDraft(_WithoutReplicas):
     """A source that runs in the router itself because it costs next to nothing (n-gram lookup)."""
 
     available = True
@@ -78,12 +107,8 @@ class LocalDraft:
         """As `DraftSource.propose`."""
         return self._source.propose(request)
 
-    async def update(self, drafts: tuple[DraftReport, ...]) -> bool:
-        """There are no replicas to follow."""
-        return False
 
-
-class NoDraft:
+class NoDraft(_WithoutReplicas):
     """Speculation is switched off."""
 
     available = False
@@ -93,82 +118,3 @@ class NoDraft:
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         """Never asked."""
         raise DraftUnavailable("off")
-
-    async def update(self, drafts: tuple[DraftReport, ...]) -> bool:
-        """There are no replicas to follow."""
-        return False
-
-
-class StreamDraft:
-    """One replica of the draft pool, chosen from the directory and kept while it lives.
-
-    After a failure it is left alone for a while that doubles with each failure in a row, then tried again by a real round; that
-    round pays at most the deadline.
-    """
-
-    def __init__(
-        self, name: str, lane_id: str, target_fingerprint: str, secret: str, timeout_s: float, clock: Clock = time.monotonic
-    ):
-        self.name = name
-        self.state = "no draft has announced itself yet"
-        self._lane_id = lane_id
-        self._fingerprint = target_fingerprint
-        self._secret = secret
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._current: DraftReport | None = None
-        self._client: WireClient | None = None
-        self._failures = 0
-        self._retry_at_s = 0.0
-
-    @property
-    def available(self) -> bool:
-        """Whether there is a draft and it is not being left alone."""
-        return self._client is not None and self._clock() >= self._retry_at_s
-
-    async def measure(self) -> StepTimes:
-        """Step times of the draft that answers now, hops included; as announced when it does not answer."""
-        if self._client is None or self._current is None:
-            return ()
-        try:
-            return await measure_draft(partial(self._client.call, "propose", answer=ProposeReply, timeout_s=MEASURE_DEADLINE_S))
-        except WireError:
-            return self._current.info.step_times
-
-    @property
-    def announced_step_times(self) -> StepTimes:
-        """What the draft measured when it loaded."""
-        return self._current.info.step_times if self._current is not None else ()
-
-    async def update(self, drafts: tuple[DraftReport, ...]) -> bool:
-        """Follow the directory; true when another draft answers from now on."""
-        if self._current is not None and any(draft.draft_id == self._current.draft_id for draft in drafts):
-            return False
-        fitting = [draft for draft in drafts if draft.target_fingerprint == self._fingerprint]
-        await self._hang_up()
-        if not fitting:
-            self.state = "no draft for this target's vocabulary" if drafts else "no draft is running"
-            return True
-        self._current = fitting[zlib.crc32(self._lane_id.encode()) % len(fitting)]
-        self._client = WireClient(self._current.address, self._secret)
-        self._failures, self._retry_at_s, self.state = 0, 0.0, "ok"
-        return True
-
-    async def propose(self, request: ProposeRequest) -> ProposeReply:
-        """As `DraftSource.propose`, within the deadline."""
-        if self._client is None:
-            raise DraftUnavailable("no_draft")
-        try:
-            reply = await self._client.call("propose", request, ProposeReply, self._timeout_s)
-        except WireError as error:
-            self._failures += 1
-            self._retry_at_s = self._clock() + min(FIRST_RETRY_S * 2 ** (self._failures - 1), LONGEST_RETRY_S)
-            self.state = f"left alone after {self._failures} failures: {error}"
-            raise DraftUnavailable("draft_failed") from None
-        self._failures, self.state = 0, "ok"
-        return reply
-
-    async def _hang_up(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-        self._client, self._current = None, None

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -15,11 +14,14 @@ from ray.serve.handle import DeploymentHandle
 
 from autoscale.lane_policy import LanePolicy
 from autoscale.signals import LaneReport
+from deployments.counters import LaneCounters
+from deployments.draft_pool import DraftPool
 from deployments.messages import Directory, DraftReport, LaneStatus
-from deployments.remote import LocalDraft, NoDraft, StreamDraft, StreamTarget
+from deployments.remote import LocalDraft, NoDraft, StreamTarget
 from deployments.target import TargetActor
+from deployments.wire import WireClient
 from engine.build import build_free_source, draft_is_a_model
-from engine.calibrate import measure_target
+from engine.calibrate import StepTimes, measure_target
 from engine.config import OutriderConfig, parse_config
 from engine.drivers import AsyncDriver, TargetLost
 from engine.request import check_request, fit_to_cache
@@ -27,78 +29,9 @@ from engine.scheduler import Scheduler
 from engine.types import Delta, GenerateRequest, ModelInfo, StepReport
 
 logger = logging.getLogger("ray.serve")
-RECENT_REQUESTS = 64
-RATE_WINDOW_S = 2.0
 CALIBRATE_AFTER_S = (1.0, 30.0)
 """Idle lanes measure their models this long after they started or found a draft: at first the machine is still busy loading."""
 CALIBRATE_EVERY_S = 600.0
-
-
-class LaneCounters:
-    """Cumulative counters of a lane and the few averages it reports."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = defaultdict(float)
-        self.fallbacks: Counter[str] = Counter()
-        self.drafted_per_position: list[int] = []
-        self.accepted_per_position: list[int] = []
-        self.arrivals = 0
-        """Since the last report."""
-        self._output_lengths: deque[int] = deque(maxlen=RECENT_REQUESTS)
-        self._recent: deque[tuple[float, int]] = deque()
-        self._depths: deque[tuple[float, int, int]] = deque()
-
-    def arrived(self) -> None:
-        """A request came in."""
-        self.arrivals += 1
-        self.totals["requests"] += 1
-
-    def finished(self, delta: Delta) -> None:
-        """A request ended by itself."""
-        self._output_lengths.append(delta.num_output_tokens)
-        self.totals[f"finished_{delta.finish_reason}"] += 1
-
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token."""
-        self.totals["first_tokens"] += 1
-        self.totals["first_token_seconds"] += seconds
-
-    def round_done(self, report: StepReport, now_s: float) -> None:
-        """Add a round."""
-        for name, value in (
-            ("rounds", 1),
-            ("tokens", report.num_committed),
-            ("drafted_tokens", report.num_drafted),
-            ("accepted_tokens", report.num_accepted),
-            ("prefill_tokens", report.num_prefill_tokens),
-            ("prefix_cached_tokens", report.num_cached_tokens),
-            ("target_tokens", report.num_target_tokens),
-            ("verify_seconds", report.verify_time_s),
-            ("draft_seconds", report.draft_time_s),
-            ("round_seconds", report.round_time_s),
-            ("preemptions", report.num_preempted),
-        ):
-            self.totals[name] += value
-        self.fallbacks.update(report.fallbacks)
-        _add(self.drafted_per_position, report.drafted_per_position)
-        _add(self.accepted_per_position, report.accepted_per_position)
-        self._recent.append((now_s, report.num_committed))
-        self._depths.append((now_s, sum(report.depths), len(report.depths)))
-
-    def tokens_per_s(self, now_s: float) -> float:
-        """Over the last two seconds."""
-        _drop_before(self._recent, now_s - RATE_WINDOW_S)
-        return sum(count for _, count in self._recent) / RATE_WINDOW_S
-
-    def mean_depth(self, now_s: float) -> float:
-        """Over the decoding requests of the last two seconds."""
-        _drop_before(self._depths, now_s - RATE_WINDOW_S)
-        rows = sum(count for *_, count in self._depths)
-        return sum(total for _, total, _ in self._depths) / rows if rows else 0.0
-
-    def mean_output_tokens(self) -> float:
-        """Over the requests that ended lately."""
-        return sum(self._output_lengths) / len(self._output_lengths) if self._output_lengths else 0.0
 
 
 class Router:
@@ -115,6 +48,8 @@ class Router:
         level = logging.WARNING if self._info.row_invariant is False else logging.INFO
         logger.log(level, "%s: numerics %s, %s", self._info.name, self._info.numerics, self._info.row_invariance)
         self._policy = _build_policy(self._config, self._info)
+        self._policies: dict[str, LanePolicy] = {}
+        """Of `use_speculation`, by settings."""
         self._draft = _build_draft(self._config, self._lane_id, self._info, secret)
         self._scheduler = Scheduler(
             self._info,
@@ -125,6 +60,8 @@ class Router:
         )
         decoder = await asyncio.to_thread(_load_decoder, self._config.target.model)
         self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
+        self._announced: StepTimes = ()
+        self._drafts: tuple[DraftReport, ...] = ()
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
         self._calibrations_due_s = _calibration_times()
 
@@ -148,6 +85,20 @@ class Router:
         """Of this router and its target, for tests and for people."""
         return {"router": os.getpid(), "target": self._target.pid}
 
+    async def use_speculation(self, changes: dict[str, Any], *, afresh: bool = False) -> None:
+        """Go on with other settings of the section ``speculation``, for measurements; call it while nothing runs.
+
+        Each setting keeps what its policy has learned; ``afresh`` forgets that and measures the models again. Raises `ConfigError`.
+        """
+        tree = self._config.model_dump()
+        tree["speculation"] |= changes
+        config, key = parse_config(tree), repr(sorted(tree["speculation"].items()))
+        if afresh or key not in self._policies:
+            self._policies[key] = _build_policy(config, self._info)
+        self._policy = self._scheduler.policy = self._policies[key]
+        if afresh:
+            await self._calibrate(with_target=True)
+
     async def check_health(self) -> None:
         """Serve's liveness probe: a lane whose loops ended is replaced."""
         for task in self._tasks:
@@ -168,18 +119,24 @@ class Router:
             try:
                 directory: Directory = await self._controller.report_lane.remote(self._status())
                 self._policy.update_table(directory.table)
-                await self._follow_drafts(directory.drafts)
-                self._calibrate_if_due()
+                self._drafts = directory.drafts
             except Exception as error:
                 logger.warning("the controller cannot be reached, going on with its last answer: %s", type(error).__name__)
+            try:
+                await self._follow_drafts()
+                self._calibrate_if_due()
+            except Exception:
+                logger.exception("the drafts could not be followed")
             await asyncio.sleep(self._config.controller.report_interval_s)
 
-    async def _follow_drafts(self, drafts: tuple[DraftReport, ...]) -> None:
-        if not await self._draft.update(drafts):
-            return
-        self._scheduler.forget_draft()
-        if isinstance(self._draft, StreamDraft):
-            self._policy.update_draft_cost(self._draft.announced_step_times)
+    async def _follow_drafts(self) -> None:
+        """Also without a new directory: drafts that failed are probed on this occasion."""
+        lost = await self._draft.update(self._drafts)
+        if lost:
+            self._scheduler.forget_draft(lost)
+        if isinstance(self._draft, DraftPool) and self._draft.announced_step_times != self._announced:
+            self._announced = self._draft.announced_step_times
+            self._policy.update_draft_cost(self._announced)
             self._calibrations_due_s = _calibration_times()
 
     def _calibrate_if_due(self) -> None:
@@ -202,11 +159,12 @@ class Router:
                 self._policy.update_target_cost(await measure_target(self._target.verify))
         except TargetLost:
             self._scheduler.forget_target()
-        if isinstance(self._draft, StreamDraft) and self._draft.available:
+        if isinstance(self._draft, DraftPool) and self._draft.available:
             self._policy.update_draft_cost(await self._draft.measure())
 
     def _status(self) -> LaneStatus:
         now_s = time.monotonic()
+        pool = self._draft if isinstance(self._draft, DraftPool) else None
         counters, arrivals = self._counters, self._counters.arrivals
         counters.arrivals = 0
         load = LaneReport(
@@ -233,6 +191,11 @@ class Router:
             draft_name=self._draft.name,
             draft_state=self._draft.state,
             explanation=self._policy.explain(),
+            hits=dict(counters.hits),
+            misses=dict(counters.misses),
+            dropped_answers=dict(pool.dropped) if pool else {},
+            requests_per_draft=pool.requests_per_draft if pool else {},
+            traffic={"target": self._target.traffic, **({"draft": pool.traffic} if pool else {})},
         )
 
 
@@ -259,26 +222,19 @@ def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
     )
 
 
-def _build_draft(config: OutriderConfig, lane_id: str, info: ModelInfo, secret: str) -> StreamDraft | LocalDraft | NoDraft:
+def _build_draft(config: OutriderConfig, lane_id: str, info: ModelInfo, secret: str) -> DraftPool | LocalDraft | NoDraft:
     if config.draft.source == "none" or config.speculation.max_depth == 0:
         return NoDraft()
-    if draft_is_a_model(config):
-        return StreamDraft(config.draft.source, lane_id, info.fingerprint, secret, config.draft.timeout_s)
-    return LocalDraft(build_free_source(config))
+    if not draft_is_a_model(config):
+        return LocalDraft(build_free_source(config))
+
+    def connect(draft: DraftReport) -> WireClient:
+        return WireClient(draft.address, secret, name=lane_id)
+
+    return DraftPool(config.draft.source, info.fingerprint, config.draft.timeout_s, connect)
 
 
 def _load_decoder(model: str) -> Any:
     from engine.models import load_tokenizer
 
     return load_tokenizer(model).tokenizer
-
-
-def _add(totals: list[int], more: tuple[int, ...]) -> None:
-    totals.extend([0] * (len(more) - len(totals)))
-    for position, count in enumerate(more):
-        totals[position] += count
-
-
-def _drop_before(entries: "deque[Any]", then_s: float) -> None:
-    while entries and entries[0][0] < then_s:
-        entries.popleft()

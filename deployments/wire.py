@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -69,6 +70,8 @@ class WireServer:
         self._server: grpc.aio.Server | None = None
         self.num_refused = 0
         """Streams with a wrong secret and frames that could not be read."""
+        self.callers: Counter[str] = Counter()
+        """Name -> open streams, for those who have any."""
 
     async def start(self, host: str) -> str:
         """Listen on a free port of ``host``; returns "host:port"."""
@@ -92,12 +95,14 @@ class WireServer:
         caller = str(metadata.get(_NAME_KEY, ""))
         calls: set[asyncio.Task[None]] = set()
         write = _in_turn(context.write)
+        self.callers[caller] += 1
         try:
             async for data in frames:
                 task = asyncio.create_task(self._serve_call(data, caller, write))
                 calls.add(task)
                 task.add_done_callback(calls.discard)
         finally:
+            self.callers -= Counter([caller])  # drops who has none left
             for task in calls:
                 task.cancel()
 

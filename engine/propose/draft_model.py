@@ -1,69 +1,49 @@
 """A smaller model as the source of drafts: one ragged forward per draft position, over its own KV cache."""
 
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.models import LoadedModel
-from engine.sampling import DRAFT_PROBS, SampledSequence, propose_tokens
-from engine.types import ModelInfo, Proposal, ProposeItem, ProposeReply, ProposeRequest, SequenceContext, SparseProbs
+from engine.propose.branches import Branch, Guess, Verifying, draw, guess
+from engine.propose.sequences import Sequences
+from engine.propose.tasks import Item, Task, asks_for_drafts
+from engine.sampling import DRAFT_PROBS
+from engine.types import (
+    ModelInfo,
+    Prepared,
+    PrepareItem,
+    PrepareReply,
+    PrepareRequest,
+    Proposal,
+    ProposeItem,
+    ProposeReply,
+    ProposeRequest,
+)
 from engine.verify.attention import Chunk
-from engine.verify.blocks import OutOfBlocks
-from engine.verify.kv_cache import CachedSequence
 from engine.verify.load import load_engine_model
 
+logger = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class _Held:
-    """What is known of one sequence. The cache may reach past the committed tokens, into earlier drafts."""
-
-    context: SequenceContext
-    cached: CachedSequence = field(default_factory=CachedSequence)
-
-
-@dataclass(slots=True)
-class _Task:
-    """One item on its way: first its pending tokens are computed, then one token is drafted per step."""
-
-    item: ProposeItem
-    held: _Held
-    pending: tuple[int, ...]
-    """Committed tokens that are not in the cache."""
-    tokens: list[int] = field(default_factory=list)
-    probs: list[SparseProbs] = field(default_factory=list)
-    reason: str | None = None
-
-    @property
-    def committed(self) -> int:
-        """Tokens of the sequence that are no drafts."""
-        return self.item.base_length + len(self.item.tokens)
-
-    @property
-    def cost(self) -> int:
-        """Tokens of catching up; the last committed token is the first step of drafting."""
-        return len(self.pending) - (self.item.depth > 0)
-
-    def proposal(self) -> Proposal:
-        return Proposal(
-            sequence_id=self.item.sequence_id,
-            tokens=tuple(self.tokens),
-            probs=tuple(self.probs) or None,
-            known_length=min(len(self.held.cached.ids), self.committed),
-            reason=self.reason,
-        )
+Result = TypeVar("Result")
 
 
 class DraftModel:
     """A `DraftSource` over a loaded model, which it takes over; with ``int8`` its linear layers are quantised.
 
     ``catch_up_tokens`` bounds the committed tokens that one call computes over all items before it drafts: a request beyond it
-    gets "catching_up" and goes on in the next call. Other reasons for an empty draft: need_context, unknown_token (an id
-    without an embedding here), out_of_context, kv_full, bad_logits. When the KV cache is full, whole sequences that the call is
-    not about are forgotten, the longest unused first. Under rules that need q a token is drawn from the ``top_n`` likeliest.
+    gets "catching_up" and goes on in the next call. While others have outcomes to prepare, ``shared_catch_up_tokens`` is the
+    bound. Other reasons for an empty answer: need_context, unknown_token (an id without an embedding here), out_of_context,
+    kv_full, bad_logits, malformed, repeated (a sequence twice in one call), no_fork (see `prepares`), no_outcome (only the
+    draft's own tokens and ends of the text can follow), failed. When the KV cache is full, whole sequences that the call is not
+    about are forgotten, the longest unused first; if that is not enough, fewer outcomes are prepared, the likeliest. Under
+    rules that need q a token is drawn from the ``top_n`` likeliest.
     With ``prefix_cache`` committed tokens whose K and V are known from another sequence with the same beginning, or from a
     forgotten one, are not computed: whole blocks only.
     Raises `ModelError` as `load_engine_model`.
@@ -77,6 +57,7 @@ class DraftModel:
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         catch_up_tokens: int = 256,
+        shared_catch_up_tokens: int = 32,
         top_n: int = DRAFT_PROBS,
         prefix_cache: bool = True,
         kernels: Literal["auto", "torch"] = "auto",
@@ -92,9 +73,10 @@ class DraftModel:
         self._info = self.model.info
         self._name = name
         self._catch_up_tokens = catch_up_tokens
+        self._shared_catch_up_tokens = min(shared_catch_up_tokens, catch_up_tokens)
         self._top_n = top_n
         self._prefix_cache = prefix_cache and self.model.shares_prefixes
-        self._sequences: dict[str, _Held] = {}  # the longest unused first
+        self._sequences = Sequences(self.model)
 
     @property
     def name(self) -> str:
@@ -106,155 +88,216 @@ class DraftModel:
         """Sizes, identity and step times, fixed after loading."""
         return self._info
 
-    @torch.inference_mode()
+    @property
+    def prepares(self) -> bool:
+        """Whether sequences can be forked, without which `prepare` only catches up: not on the stateful path."""
+        return self._sequences.can_fork
+
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`.
 
         Tokens that are in the cache at the right place are not computed again: the answer to an earlier call may have come too
         late for the caller, who then repeats what the draft already knows.
         """
-        started = time.perf_counter()
-        for sequence_id in request.release:
-            self._release(sequence_id)
-        opened = [self._open(item) for item in request.items]
+        return self._run((request,), ())[0][0]
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """As `OverlappedSource.prepare`: a forward over what is pending and the drafts at the target, then one per depth."""
+        return self._run((), (request,))[1][0]
+
+    def run(
+        self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]
+    ) -> tuple[list[ProposeReply], list[PrepareReply]]:
+        """Answer several requests with one set of forwards, of which every reply tells the whole time and number.
+
+        Their sequences need different ids: of two items with the same id the later one is refused. When a forward breaks off,
+        what the call was about is forgotten and every request has a try of its own; one that fails then is answered "failed".
+        """
         try:
-            num_steps = self._draft([task for task in opened if isinstance(task, _Task)])
-        except BaseException:
-            self._undo(request.items)
-            raise
-        return ProposeReply(
-            round_id=request.round_id,
-            proposals=tuple(task.proposal() if isinstance(task, _Task) else task for task in opened),
-            step_time_s=time.perf_counter() - started,
-            num_steps=num_steps,
+            return self._run(proposes, prepares)
+        except Exception as error:
+            logger.warning("%d requests together failed: %s", len(proposes) + len(prepares), error)
+        return (
+            [_tried(partial(self.propose, request), _failed_propose(request)) for request in proposes],
+            [_tried(partial(self.prepare, request), _failed_prepare(request)) for request in prepares],
         )
 
-    def _draft(self, opened: list[_Task]) -> int:
+    @torch.inference_mode()
+    def _run(
+        self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]
+    ) -> tuple[list[ProposeReply], list[PrepareReply]]:
+        started = time.perf_counter()
+        requests: tuple[ProposeRequest | PrepareRequest, ...] = (*proposes, *prepares)
+        for sequence_id in chain.from_iterable(request.release for request in requests):
+            self._sequences.release(sequence_id)
+        opened = self._sequences.open(list(chain.from_iterable(request.items for request in requests)))
+        tasks = [task for task in opened if isinstance(task, Task)]
+        try:
+            num_steps = self._draft(tasks)
+        except BaseException:
+            self._sequences.undo(tasks)
+            raise
+        elapsed, answers = time.perf_counter() - started, iter(opened)
+        return (
+            [
+                ProposeReply(
+                    round_id=request.round_id,
+                    proposals=tuple(_proposal(item, next(answers)) for item in request.items),
+                    step_time_s=elapsed,
+                    num_steps=num_steps,
+                )
+                for request in proposes
+            ],
+            [
+                PrepareReply(
+                    round_id=request.round_id,
+                    prepared=tuple(_prepared(item, next(answers)) for item in request.items),
+                    step_time_s=elapsed,
+                    num_steps=num_steps,
+                )
+                for request in prepares
+            ],
+        )
+
+    def _draft(self, tasks: list[Task]) -> int:
         """Catch up and draft. Returns the number of forwards."""
-        tasks, logits = self._catch_up(opened)
-        num_steps = int(logits is not None)
-        while tasks and logits is not None:
-            tasks = self._draw(tasks, logits)
-            if tasks:
-                logits = self.model.forward([Chunk(task.held.cached, task.tokens[-1:], 1) for task in tasks])
+        in_use = {task.item.sequence_id for task in tasks}
+        try:
+            ready, logits = self._catch_up(tasks, in_use)
+            num_steps = int(logits is not None)
+            branches = self._begin(ready, logits, in_use) if logits is not None else []
+            while branches:
+                logits = self.model.forward([Chunk(branch.cached, [branch.last], 1) for branch in branches])
                 num_steps += 1
-        if self._prefix_cache:
-            for task in opened:
-                self._register(task)
+                branches = self._draw(branches, logits)
+        finally:
+            self._sequences.release_forks(tasks)
+        for task in tasks:
+            self._conclude(task)
         return num_steps
 
-    def _register(self, task: _Task) -> None:
-        """Let others find what is committed, unless it gave logits that are no numbers."""
+    def _conclude(self, task: Task) -> None:
+        """Say why there is nothing, and let others find what is committed, unless it gave logits that are no numbers."""
+        if task.reason is None and asks_for_drafts(task.item) and not any(branch.tokens for branch in task.branches):
+            task.reason = self._reason(task)
+        if not self._prefix_cache:
+            return
         pool, cached = self.model.cache.pool, task.held.cached
         if task.reason == "bad_logits":
             pool.forget(cached)
         else:
-            pool.register(cached, min(len(cached.ids), task.committed))
+            pool.register(cached, task.known_length)
 
-    def _undo(self, items: Sequence[ProposeItem]) -> None:
-        """A forward broke off: nobody may use what it was to write."""
-        for item in items:
-            held = self._sequences.get(item.sequence_id)
-            if held is not None:
-                self.model.cache.pool.forget(held.cached)
-                self._release(item.sequence_id)
+    def _reason(self, task: Task) -> str:
+        """Why nothing was drafted after a forward went well."""
+        if not task.drafts:
+            return "no_fork"
+        if task.branches:
+            return "bad_logits"
+        if task.committed == self.model.max_context:
+            return "out_of_context"
+        return "kv_full" if task.num_guesses else "no_outcome"
 
-    def _release(self, sequence_id: str) -> None:
-        held = self._sequences.pop(sequence_id, None)
-        if held is not None:
-            self.model.cache.truncate(held.cached, 0)
+    # --- the first forward --------------------------------------------------------------------------------------------------
 
-    def _open(self, item: ProposeItem) -> "_Task | Proposal":
-        """Roll back to what both sides agree on and find what is missing."""
-        held = self._sequences.pop(item.sequence_id, None)
-        if held is None and item.context is not None:
-            held = _Held(item.context)
-        if held is None:
-            return Proposal(sequence_id=item.sequence_id, reason="need_context")
-        self._sequences[item.sequence_id] = held  # now the most recently used
-        held.context = item.context or held.context
-        if item.base_length > len(held.cached.ids) or item.base_length + len(item.tokens) == 0:
-            return Proposal(sequence_id=item.sequence_id, reason="need_context")
-        task = _Task(item, held, self._roll_back(item, held.cached))
-        if any(not 0 <= token < self.model.num_ids for token in task.pending):
-            task.reason = "unknown_token"
-        elif task.committed > self.model.max_context:
-            task.reason = "out_of_context"
-        return task
+    def _catch_up(self, tasks: list[Task], in_use: set[str]) -> tuple[list[Task], Tensor | None]:
+        """Compute pending tokens, the shortest first, and the drafts at the target.
 
-    def _roll_back(self, item: ProposeItem, cached: CachedSequence) -> tuple[int, ...]:
-        """Keep what is cached of the committed tokens, and return the rest of them."""
-        base, total = item.base_length, item.base_length + len(item.tokens)
-        length = base
-        while length < min(total, len(cached.ids)) and cached.ids[length] == item.tokens[length - base]:
-            length += 1
-        if item.depth > 0:  # the last committed token is computed again for its logits
-            length = min(length, total - 1)
-        pending = (*cached.ids[length:base], *item.tokens[max(length - base, 0) :])
-        self.model.cache.truncate(cached, length)
-        return pending
-
-    def _catch_up(self, tasks: list[_Task]) -> tuple[list[_Task], Tensor | None]:
-        """Compute pending tokens, the shortest first. Returns the tasks that can draft now and their logits, one row each."""
-        budget = self._catch_up_tokens
-        chunks: list[Chunk] = []
-        drafting: list[_Task] = []
-        in_use = {task.item.sequence_id for task in tasks}
+        Returns the tasks that can draft now, those that propose first, and the logits: one row for each of these, and one for
+        the last committed token and each of the draft for the others.
+        """
+        budget = self._budget(tasks)
+        chunks: list[tuple[Task, Chunk]] = []
         for task in sorted((task for task in tasks if task.reason is None), key=lambda task: task.cost):
             self._adopt(task)
-            complete = task.cost <= budget
-            chunk = task.pending if complete else task.pending[:budget]
+            if task.cost > budget:
+                task.reason = "catching_up"
+            committed = task.pending if task.reason is None else task.pending[:budget]
             budget -= min(task.cost, budget)
-            drafts = complete and task.item.depth > 0
-            if not self._reserve(task, len(chunk) + (task.item.depth - 1 if drafts else 0), in_use):
+            drafts = task.drafts and task.reason is None
+            ahead = task.draft if drafts else ()
+            steps = task.item.depth - 1 if drafts and isinstance(task.item, ProposeItem) else 0
+            if not self._sequences.reserve(task, len(committed) + len(ahead) + steps, in_use):
                 task.reason = "kv_full"
                 continue
             if self._prefix_cache:
-                self.model.cache.pool.announce(task.held.cached, chunk)
-            if not complete:
-                task.reason = "catching_up"
-            if chunk:
-                chunks.append(Chunk(task.held.cached, chunk, int(drafts)))
-            if drafts:
-                drafting.append(task)
-        return drafting, self.model.forward(chunks) if chunks else None
+                self.model.cache.pool.announce(task.held.cached, committed)
+            if committed:
+                chunks.append((task, Chunk(task.held.cached, (*committed, *ahead), len(ahead) + 1 if drafts else 0)))
+        chunks.sort(key=lambda pair: isinstance(pair[0].item, PrepareItem))
+        ready = [task for task, chunk in chunks if chunk.num_logits]
+        return ready, self.model.forward([chunk for _, chunk in chunks]) if chunks else None
 
-    def _adopt(self, task: _Task) -> None:
+    def _budget(self, tasks: Sequence[Task]) -> int:
+        """Tokens of catching up; few when an item waits for nothing but outcomes, which are wanted within a verify."""
+        few = max(self._shared_catch_up_tokens, len(tasks))
+        waiting = any(isinstance(t.item, PrepareItem) and t.drafts and t.reason is None and t.cost <= few for t in tasks)
+        return few if waiting else self._catch_up_tokens
+
+    def _adopt(self, task: Task) -> None:
         """Take from the prefix cache what it knows of the pending tokens; the first step of drafting needs the last one."""
         if self._prefix_cache:
             found = self.model.cache.pool.adopt(task.held.cached, task.pending, task.cost)
             task.pending = task.pending[found:]
 
-    def _reserve(self, task: _Task, num_tokens: int, in_use: set[str]) -> bool:
-        """Make room, at the cost of sequences that this call is not about."""
-        while True:
-            try:
-                self.model.cache.reserve(task.held.cached, num_tokens)
-            except OutOfBlocks:
-                victim = next((sequence_id for sequence_id in self._sequences if sequence_id not in in_use), None)
-                if victim is None:
-                    return False
-                self._release(victim)
-            else:
-                return True
+    # --- drafting -----------------------------------------------------------------------------------------------------------
 
-    def _draw(self, tasks: list[_Task], logits: Tensor) -> list[_Task]:
-        """Draft one token per task. Returns the tasks that go on."""
-        sequences = [
-            SampledSequence(context.params, context.prompt_length, task.held.cached.ids, num_drawn=len(task.tokens))
-            for task, context in ((task, task.held.context) for task in tasks)
-        ]
-        drawn = propose_tokens(logits, sequences, self._info.eos_token_ids, self._top_n)
-        return [task for task, result in zip(tasks, drawn, strict=True) if self._take(task, *result)]
+    def _begin(self, ready: Sequence[Task], logits: Tensor, in_use: set[str]) -> list[Branch]:
+        """The first token of every proposal, and a fork for every outcome to prepare."""
+        proposing = [task for task in ready if isinstance(task.item, ProposeItem)]
+        for task in proposing:
+            task.branches.append(Branch(task.held.context, task.held.cached, task.item.depth))
+        branches = self._draw([task.branches[0] for task in proposing], logits[: len(proposing)])
+        return [*branches, *self._fork(ready[len(proposing) :], logits[len(proposing) :], in_use)]
 
-    def _take(self, task: _Task, token: int, probs: SparseProbs | None, finite: bool) -> bool:
-        """Add a drafted token. Returns whether another may follow: not after the end of the text, which ends the draft too."""
-        if not finite:
-            task.reason = None if task.tokens else "bad_logits"
-            return False
-        task.tokens.append(token)
-        if probs is not None:
-            task.probs.append(probs)
-        params = task.held.context.params
-        ends = token in params.stop_token_ids or (token in self._info.eos_token_ids and not params.ignore_eos)
-        return not ends and len(task.tokens) < task.item.depth and len(task.held.cached.ids) < self.model.max_context
+    def _draw(self, branches: list[Branch], logits: Tensor) -> list[Branch]:
+        return draw(branches, logits, self._info.eos_token_ids, self._top_n, self.model.max_context) if branches else []
+
+    def _fork(self, tasks: Sequence[Task], logits: Tensor, in_use: set[str]) -> list[Branch]:
+        """A branch for every outcome worth one, the best first while there is room."""
+        if not tasks:
+            return []
+        found = guess([_verifying(task) for task in tasks], logits, self._info.eos_token_ids)
+        wanted: list[tuple[Guess, Task]] = []
+        for task, guesses in zip(tasks, found, strict=True):
+            if guesses is None:
+                task.reason = "bad_logits"
+                continue
+            task.num_guesses = len(guesses)
+            wanted += [(one, task) for one in guesses]
+        forks: list[Branch] = []
+        for one, task in sorted(wanted, key=lambda pair: pair[0].order):
+            fork = self._sequences.fork(task, one, in_use)
+            if fork is not None:
+                task.branches.append(fork)
+                forks.append(fork)
+        return forks
+
+
+def _verifying(task: Task) -> Verifying:
+    fan_out = task.item.fan_out if isinstance(task.item, PrepareItem) else ()
+    return Verifying(task.held.context, task.held.cached.ids, task.draft, fan_out[: len(task.draft) + 1])
+
+
+def _proposal(item: Item, answer: Task | str) -> Proposal:
+    return answer.proposal() if isinstance(answer, Task) else Proposal(sequence_id=item.sequence_id, reason=answer)
+
+
+def _prepared(item: Item, answer: Task | str) -> Prepared:
+    return answer.prepared() if isinstance(answer, Task) else Prepared(sequence_id=item.sequence_id, reason=answer)
+
+
+def _failed_propose(request: ProposeRequest) -> ProposeReply:
+    return ProposeReply(round_id=request.round_id, proposals=tuple(_proposal(item, "failed") for item in request.items))
+
+
+def _failed_prepare(request: PrepareRequest) -> PrepareReply:
+    return PrepareReply(round_id=request.round_id, prepared=tuple(_prepared(item, "failed") for item in request.items))
+
+
+def _tried(call: Callable[[], Result], failed: Result) -> Result:
+    try:
+        return call()
+    except Exception:
+        logger.exception("a request failed")
+        return failed

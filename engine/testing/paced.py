@@ -208,7 +208,7 @@ class PacedTarget(_PacedModel):
 
 
 class PacedDraft(_PacedModel):
-    """An `OverlappedSource` that waits, one forward for catching up and the first draft position, one for each further one.
+    """An `OverlappedSource` that waits: as `DraftModel`, a draft of K tokens takes K forwards, and preparing it K + 1.
 
     The answer to everything is late by twice the emulation's hop, which is not counted as the draft's own time.
     """
@@ -227,42 +227,45 @@ class PacedDraft(_PacedModel):
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`."""
-        started_s = self._begin(request.release)
-        opened = [(item, self._open(item)) for item in request.items]
-        known = [(item, held) for item, held in opened if held is not None]
-        forwards = _Forwards(self._emulation.draft)
-        forwards.add(sum(len(item.tokens) for item, _ in known), sum(held.length for _, held in known))
-        for step in range(1, max((item.depth for item, _ in known), default=0)):
-            lengths = [held.length + step for item, held in known if item.depth > step]
-            forwards.add(len(lengths), sum(lengths))
-        proposals = tuple(self._proposal(item, held) for item, held in opened)
-        busy_s = self._finish(started_s, forwards)
-        return ProposeReply(round_id=request.round_id, proposals=proposals, step_time_s=busy_s, num_steps=forwards.count)
+        (reply,), _ = self.run((request,), ())
+        return reply
 
     def prepare(self, request: PrepareRequest) -> PrepareReply:
-        """As `OverlappedSource.prepare`: a forward over everything committed and drafted, then one per depth over all forks."""
-        started_s = self._begin(request.release)
-        opened = [(item, self._open(item)) for item in request.items]
-        known = [(item, held.length) for item, held in opened if held is not None]
-        forwards = _Forwards(self._emulation.draft)
-        num_tokens = sum(len(item.tokens) + len(item.draft) for item, _ in known)
-        forwards.add(num_tokens, sum(length + len(item.draft) for item, length in known))
-        for step in range(max((item.depth for item, _ in known if item.fan_out), default=0)):
-            forks = [
-                (rows, length + a + 1 + step)
-                for item, length in known
-                if item.depth > step
-                for a, rows in enumerate(item.fan_out)
-            ]
-            forwards.add(sum(rows for rows, _ in forks), sum(rows * length for rows, length in forks))
-        prepared = tuple(self._prepared(item, held) for item, held in opened)
-        busy_s = self._finish(started_s, forwards)
-        return PrepareReply(round_id=request.round_id, prepared=prepared, step_time_s=busy_s, num_steps=forwards.count)
+        """As `OverlappedSource.prepare`."""
+        _, (reply,) = self.run((), (request,))
+        return reply
 
-    def _proposal(self, item: ProposeItem, held: _Held | None) -> Proposal:
+    def run(
+        self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]
+    ) -> tuple[list[ProposeReply], list[PrepareReply]]:
+        """Answer several requests with one set of forwards, of which every reply tells the whole time and number."""
+        requests: tuple[ProposeRequest | PrepareRequest, ...] = (*proposes, *prepares)
+        started_s = self._begin([sequence_id for request in requests for sequence_id in request.release])
+        forwards = _Forwards(self._emulation.draft)
+        proposals = [tuple(self._proposal(item, forwards) for item in request.items) for request in proposes]
+        prepared = [tuple(self._prepared(item, forwards) for item in request.items) for request in prepares]
+        hops_s = 2 * self._emulation.hop_s
+        self._wait_until(started_s + forwards.seconds + hops_s)
+        busy_s, count = self._clock() - started_s - hops_s, forwards.count
+        return (
+            [
+                ProposeReply(round_id=request.round_id, proposals=own, step_time_s=busy_s, num_steps=count)
+                for request, own in zip(proposes, proposals, strict=True)
+            ],
+            [
+                PrepareReply(round_id=request.round_id, prepared=own, step_time_s=busy_s, num_steps=count)
+                for request, own in zip(prepares, prepared, strict=True)
+            ],
+        )
+
+    def _proposal(self, item: ProposeItem, forwards: "_Forwards") -> Proposal:
+        held = self._open(item)
         if held is None:
             return Proposal(sequence_id=item.sequence_id, reason="need_context")
         committed = held.length
+        forwards.add(0, len(item.tokens), committed)
+        for step in range(1, item.depth):
+            forwards.add(step, 1, committed + step)
         held.length += max(item.depth - 1, 0)
         return Proposal(
             sequence_id=item.sequence_id,
@@ -270,16 +273,20 @@ class PacedDraft(_PacedModel):
             known_length=committed,
         )
 
-    def _prepared(self, item: PrepareItem, held: _Held | None) -> Prepared:
+    def _prepared(self, item: PrepareItem, forwards: "_Forwards") -> Prepared:
+        held = self._open(item)
         if held is None:
             return Prepared(sequence_id=item.sequence_id, reason="need_context")
         seed, committed = held.context.params.seed, held.length
         held.length += len(item.draft)
+        forwards.add(0, len(item.tokens) + len(item.draft), held.length)
         outcomes: list[Outcome] = []
         for a, count in enumerate(item.fan_out[: len(item.draft) + 1]):
             tokens = self._drafted(seed, committed + a + 1, item.depth)
             guesses = self._guesses(seed, committed + a, count, item.draft[a : a + 1])
             outcomes += [Outcome(accepted=a, token=guess, tokens=tokens) for guess in guesses]
+            for step in range(1, item.depth + 1) if count else ():
+                forwards.add(step, count, count * (committed + a + step))
         return Prepared(sequence_id=item.sequence_id, outcomes=tuple(outcomes), known_length=committed)
 
     def _guesses(self, seed: int, position: int, count: int, drafted: tuple[int, ...]) -> list[int]:
@@ -289,26 +296,28 @@ class PacedDraft(_PacedModel):
     def _drafted(self, seed: int, first: int, depth: int) -> tuple[int, ...]:
         return tuple(self._script.drafted(seed, position) for position in range(first, first + depth))
 
-    def _finish(self, started_s: float, forwards: "_Forwards") -> float:
-        """Wait for the forwards and the hops. Returns the time without the hops."""
-        hops_s = 2 * self._emulation.hop_s
-        self._wait_until(started_s + forwards.seconds + hops_s)
-        return self._clock() - started_s - hops_s
-
 
 class _Forwards:
-    """Adds up the times of forwards; one without tokens is none."""
+    """Forwards that follow each other, each over the rows of everybody who takes part in it."""
 
     def __init__(self, timed: Timed):
         self._timed = timed
-        self.seconds = 0.0
-        self.count = 0
+        self._rows: dict[int, tuple[int, int]] = {}
 
-    def add(self, num_tokens: int, context_tokens: int) -> None:
-        """One forward, as `Timed.step_s`."""
-        if num_tokens > 0:
-            self.seconds += self._timed.step_s(num_tokens, context_tokens)
-            self.count += 1
+    def add(self, step: int, num_tokens: int, context_tokens: int) -> None:
+        """Rows of forward number ``step``, and the KV that they read."""
+        tokens, context = self._rows.get(step, (0, 0))
+        self._rows[step] = (tokens + num_tokens, context + context_tokens)
+
+    @property
+    def count(self) -> int:
+        """Forwards with any row."""
+        return sum(tokens > 0 for tokens, _ in self._rows.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of all of them."""
+        return sum(self._timed.step_s(tokens, context) for tokens, context in self._rows.values() if tokens > 0)
 
 
 def paced_info(

@@ -268,6 +268,19 @@ def test_forks_cost_the_rows_that_they_are() -> None:
     assert clock() - before_s == pytest.approx(0.003)
 
 
+def test_requests_of_several_lanes_share_their_forwards() -> None:
+    """Bug guarded: a merged call that takes the time of its parts one after the other makes merging look useless."""
+    _, draft, clock = make_pair("emulated:free?step_ms=30&c=.1&hop_ms=1")
+    asks = ProposeRequest(round_id=1, items=(asked("a", 0, PROMPT, 5, context()),))
+    prepares = PrepareRequest(round_id=9, items=(to_prepare("b", 0, PROMPT, (), 3, (2,), context()),))
+    (proposed,), (prepared,) = draft.run([asks], [prepares])
+    assert clock() == pytest.approx(5 * 0.003 + 0.002)
+    assert (proposed.round_id, proposed.num_steps, proposed.step_time_s) == (1, 5, pytest.approx(0.015))
+    assert (prepared.round_id, prepared.num_steps, prepared.step_time_s) == (9, 5, pytest.approx(0.015))
+    assert len(proposed.proposals[0].tokens) == 5
+    assert [len(outcome.tokens) for outcome in prepared.prepared[0].outcomes] == [3, 3]
+
+
 def test_rooflines_are_flat_until_the_arithmetic_is_the_limit() -> None:
     """Bug guarded: FLOPs and bytes mixed up, or GPUs that are not added: the knees must be those of algorithms.md section 5."""
     for name, knee in (("70b-h100", 226), ("70b-h200", 158), ("8b-h100", 226)):

@@ -64,6 +64,7 @@ class Router:
         self._drafts: tuple[DraftReport, ...] = ()
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
         self._calibrations_due_s = _calibration_times()
+        self._calibrations: list[asyncio.Task[None]] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
@@ -88,7 +89,8 @@ class Router:
     async def use_speculation(self, changes: dict[str, Any], *, afresh: bool = False) -> None:
         """Go on with other settings of the section ``speculation``, for measurements; call it while nothing runs.
 
-        Each setting keeps what its policy has learned; ``afresh`` forgets that and measures the models again. Raises `ConfigError`.
+        Each setting keeps what its policy has learned; ``afresh`` forgets that and measures the models again, and they are not
+        measured again for a while then. Raises `ConfigError`.
         """
         tree = self._config.model_dump()
         tree["speculation"] |= changes
@@ -97,6 +99,8 @@ class Router:
             self._policies[key] = _build_policy(config, self._info)
         self._policy = self._scheduler.policy = self._policies[key]
         if afresh:
+            await asyncio.gather(*self._calibrations)
+            self._calibrations_due_s = [time.monotonic() + CALIBRATE_EVERY_S]
             await self._calibrate(with_target=True)
 
     async def check_health(self) -> None:
@@ -150,7 +154,7 @@ class Router:
         if now_s < self._calibrations_due_s[0] or (busy and self._counters.mean_depth(now_s) > 0):
             return
         self._calibrations_due_s = self._calibrations_due_s[1:] or [now_s + CALIBRATE_EVERY_S]
-        self._calibration = asyncio.create_task(self._calibrate(with_target=not busy))
+        self._calibrations = [asyncio.create_task(self._calibrate(with_target=not busy))]
 
     async def _calibrate(self, with_target: bool) -> None:
         """Measure the models in turn."""

@@ -5,7 +5,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -136,29 +137,48 @@ def test_guesses_differ_begin_with_the_draft_and_do_not_depend_on_their_number()
 # --- target and draft -------------------------------------------------------------------------------------------------------
 
 
-def generate(name: str, depth: int, prompts: Sequence[tuple[int, ...]], length: int = 60) -> dict[str, tuple[int, ...]]:
+@dataclass
+class Played:
+    """What a lane did in one process."""
+
+    texts: dict[str, tuple[int, ...]]
+    hits: Counter[str]
+    misses: Counter[str]
+
+
+def play(name: str, policy: FixedDepth, num_requests: int = 3, length: int = 60) -> Played:
     target, draft, clock = make_pair(name)
-    scheduler = Scheduler(target.info, FixedDepth(depth), max_batch=8, prefill_tokens=64, max_waiting=8)
-    requests = [
-        GenerateRequest(request_id=str(i), prompt_ids=prompt, params=SamplingParams(seed=i, max_tokens=length))
-        for i, prompt in enumerate(prompts)
-    ]
-    texts: Counter[str] = Counter()
-    made: dict[str, tuple[int, ...]] = {}
-    for delta in SyncDriver(target, draft, scheduler, clock=clock).generate(requests):
-        assert delta.error is None
-        made[delta.request_id] = made.get(delta.request_id, ()) + delta.token_ids
-        texts[delta.request_id] += len(delta.token_ids)
-    return made
+    scheduler = Scheduler(target.info, policy, max_batch=8, prefill_tokens=64, max_waiting=8)
+    driver = SyncDriver(target, draft, scheduler, clock=clock)
+    for seed in range(num_requests):
+        params = SamplingParams(seed=seed, max_tokens=length)
+        driver.add(GenerateRequest(request_id=str(seed), prompt_ids=PROMPT, params=params))
+    played = Played({}, Counter(), Counter())
+    while scheduler.running or scheduler.waiting:
+        result = driver.step()
+        played.hits.update(result.report.hits)
+        played.misses.update(result.report.misses)
+        for delta in result.deltas:
+            assert delta.error is None
+            played.texts[delta.request_id] = played.texts.get(delta.request_id, ()) + delta.token_ids
+    return played
 
 
-def test_the_text_is_the_script_at_any_depth() -> None:
+def test_the_text_is_the_script_at_any_depth_and_fan_out() -> None:
     """Bug guarded: a draft token that is kept although it is not the target's, or positions that are counted from elsewhere."""
     script = make_script()
     expected = {str(seed): tuple(script.token(seed, 10 + p) for p in range(60)) for seed in range(3)}
-    for depth in (0, 1, 5):
+    for policy in (FixedDepth(0), FixedDepth(1), FixedDepth(5), FixedDepth(5, fan_out=3), FixedDepth(2, fan_out=1, asks=False)):
         for alpha in (0.0, 0.8, 1.0):
-            assert generate(f"emulated:free?alpha={alpha}", depth, [PROMPT] * 3) == expected
+            assert play(f"emulated:free?alpha={alpha}", policy).texts == expected
+
+
+def test_whole_rounds_hit_as_often_as_chosen() -> None:
+    """Bug guarded: prepared drafts that a round cannot find, or finds in rounds whose outcome was another one."""
+    played = play("emulated:free?alpha=.8&recovery=.7&bonus=.9", FixedDepth(3, fan_out=3), num_requests=8, length=1000)
+    for kind, expected in (("recovery", 0.7), ("bonus", 0.9)):
+        assert_share(played.hits[kind], played.hits[kind] + played.misses[kind], expected)
+    assert played.hits.total() > 1000
 
 
 def test_a_target_that_holds_less_asks_for_the_context() -> None:

@@ -4,7 +4,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -97,10 +96,7 @@ class BenchLane:
         self._controller = serve.get_deployment_handle("Controller", APP_NAME)
         self._router = serve.get_deployment_handle("Router", APP_NAME)
         self._draft = serve.get_deployment_handle("Draft", APP_NAME)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.Client(
-            base_url=f"http://{config.api.host}:{config.api.port}", timeout=REQUEST_TIMEOUT_S, limits=limits
-        )
+        self._client = httpx.Client(base_url=f"http://{config.api.host}:{config.api.port}", timeout=REQUEST_TIMEOUT_S)
         self.pids: dict[str, int] = {
             **self._router.process_ids.remote().result(timeout_s=HANDLE_TIMEOUT_S),
             "draft": self._draft.process_id.remote().result(timeout_s=HANDLE_TIMEOUT_S),
@@ -115,28 +111,25 @@ class BenchLane:
         lanes: list[LaneStatus] = self._controller.lanes.remote().result(timeout_s=HANDLE_TIMEOUT_S)
         return lanes[0] if lanes else None
 
-    def play(self, load: Load, first_seed: int = 0) -> tuple[list[str], Window]:
-        """Run the load to its end. Returns the texts, and what was counted while all of its requests ran."""
-        with self._watched(load.batch) as window, ThreadPoolExecutor(load.batch) as pool:
-            texts = list(pool.map(lambda i: self._complete(load, i, first_seed + i), range(load.batch)))
-        return texts, window
-
-    def _complete(self, load: Load, index: int, seed: int) -> str:
+    def play(self, load: Load, seed: int = 0) -> tuple[list[str], Window]:
+        """Run the load, one HTTP request, to its end. Returns the texts, and what was counted while all of its prompts ran."""
         body = {
             "model": self._model,
-            "prompt": list(load.prompts[index]),
+            "prompt": [list(prompt) for prompt in load.prompts],
             "temperature": load.temperature,
             "seed": seed,
             "max_tokens": load.num_tokens,
             "ignore_eos": True,
         }
-        response = self._client.post("/v1/completions", json=body)
+        with self._watched(load.batch) as window:
+            response = self._client.post("/v1/completions", json=body)
         if response.status_code != 200:
-            raise OutriderError(f"a request of the benchmark was answered {response.status_code}: {response.text[:300]}")
-        choice: dict[str, Any] = response.json()["choices"][0]
-        if choice["finish_reason"] != "length":
-            raise OutriderError(f"a request of the benchmark ended early: {choice['finish_reason']}")
-        return str(choice["text"])
+            raise OutriderError(f"a load of the benchmark was answered {response.status_code}: {response.text[:300]}")
+        choices = sorted(response.json()["choices"], key=lambda choice: int(choice["index"]))
+        early = next((choice["finish_reason"] for choice in choices if choice["finish_reason"] != "length"), None)
+        if early is not None:
+            raise OutriderError(f"a text of the benchmark ended early: {early}")
+        return [str(choice["text"]) for choice in choices], window
 
     @contextmanager
     def _watched(self, batch: int) -> Iterator[Window]:

@@ -35,7 +35,7 @@ class Cell:
     @property
     def best_sequential(self) -> str:
         """The fastest arm with sequential rounds."""
-        return max((name for name in self.arms if name != OVERLAPPED), key=lambda name: self.arms[name].tokens_per_s)
+        return max((name for name in self.arms if name.startswith("sequential")), key=lambda name: self.arms[name].tokens_per_s)
 
     @property
     def texts_equal(self) -> bool:
@@ -94,7 +94,7 @@ def _cell_row(cell: Cell, step_s: float) -> dict[str, Any]:
         "c": cell.c,
         "hop": cell.hop,
         "batch": cell.batch,
-        "tokens_per_s": {name: round(arm.tokens_per_s, 2) for name, arm in cell.arms.items()},
+        "arms": {name: _window_row(arm) for name, arm in cell.arms.items()},
         "sequential": round(per_step[best], 3),
         "sequential_arm": best,
         "sequential_bound": round(sequential_limit, 3),
@@ -106,15 +106,18 @@ def _cell_row(cell: Cell, step_s: float) -> dict[str, Any]:
         ),
         "overlap_vs_sequential": round(per_step[OVERLAPPED] / per_step[best], 3),
         "overlap_vs_bound": round(per_step[OVERLAPPED] / limit, 3),
+        "hit_rate": _rounded(window.hit_rate),
+        "hidden_share": _rounded(window.hidden_share),
         "texts_equal": cell.texts_equal,
-        **_window_row(window),
     }
 
 
 def _window_row(window: Window) -> dict[str, Any]:
     rounds = window.counters["rounds"]
     return {
+        "tokens_per_s": _rounded(window.tokens_per_s if window.seconds else None),
         "rounds": rounds,
+        "depth": _rounded(window.counters["drafted_tokens"] / rounds if rounds else None),
         "round_ms": _rounded(1e3 * window.seconds / rounds if rounds else None),
         "hit_rate": _rounded(window.hit_rate),
         "hits": dict(window.hits),

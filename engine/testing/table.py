@@ -97,28 +97,28 @@ class TableModel:
         for sequence_id in request.release:
             self._held.pop(sequence_id, None)
         opened = [(item, self._open(item)) for item in request.items]
-        forks = {item.sequence_id: self._forks(item, held) for item, held in opened if held is not None}
-        self._draw_all([drafting for own in forks.values() for _, _, drafting in own])
-        prepared = (_prepared(item, forks.get(item.sequence_id)) for item in request.items)
-        return PrepareReply(round_id=request.round_id, prepared=tuple(prepared), num_steps=1)
+        forks = self._forks([(item, held) for item, held in opened if held is not None and item.fan_out])
+        self._draw_all([fork.drafting for own in forks.values() for fork in own])
+        prepared = tuple(
+            _no_context(item) if held is None else _as_prepared(item, forks.get(item.sequence_id, [])) for item, held in opened
+        )
+        return PrepareReply(round_id=request.round_id, prepared=prepared, num_steps=1)
 
-    def _forks(self, item: PrepareItem, held: Held) -> "list[tuple[int, int, _Drafting]]":
-        """(accepted, next token, the draft after them) for every guess at the outcome of verifying the item's draft."""
+    def _forks(self, opened: list[tuple[PrepareItem, Held]]) -> "dict[str, list[_Fork]]":
+        """For every sequence a fork per guess at the outcome of verifying its item's draft."""
         from engine.sampling import SampledSequence, likeliest_next
 
-        if not item.fan_out or held.context is None:
-            return []
-        ids = [*held.ids, *item.draft]
-        sequence = SampledSequence(held.context.params, held.context.prompt_length, ids, item.draft)
-        rows = self.table[ids[len(ids) - sequence.num_rows :]]
-        ranked = likeliest_next(rows, [sequence], self._info.eos_token_ids, max(item.fan_out) + 1)
-        forks = []
-        for accepted, (tokens, count) in enumerate(zip(ranked, item.fan_out, strict=True)):
-            others = [token for token in tokens if token not in item.draft[accepted : accepted + 1]]
-            for token in others[:count]:
-                fork = Held([*held.ids, *item.draft[:accepted], token], held.context)
-                forks.append((accepted, token, _Drafting(item, fork)))
-        return forks
+        if not opened:
+            return {}
+        sequences = [
+            SampledSequence(held.context.params, held.context.prompt_length, [*held.ids, *item.draft], item.draft)
+            for item, held in opened
+            if held.context is not None
+        ]
+        rows = self.table[[token for s in sequences for token in s.ids[len(s.ids) - s.num_rows :]]]
+        count = 1 + max(max(item.fan_out) for item, _ in opened)  # one of them may be the draft's own token
+        ranked = iter(likeliest_next(rows, sequences, self._info.eos_token_ids, count))
+        return {item.sequence_id: _guessed(item, held, [next(ranked) for _ in item.fan_out]) for item, held in opened}
 
     def _draw_all(self, drafting: "list[_Drafting]") -> None:
         for step in range(max((draft.item.depth for draft in drafting), default=0)):
@@ -171,12 +171,38 @@ class _Drafting:
         )
 
 
-def _prepared(item: PrepareItem, forks: "list[tuple[int, int, _Drafting]] | None") -> Prepared:
-    if forks is None:
-        return Prepared(sequence_id=item.sequence_id, reason="need_context")
+@dataclass(slots=True)
+class _Fork:
+    """A sequence as it will be after ``accepted`` draft tokens and ``token``, and its draft from there."""
+
+    accepted: int
+    token: int
+    drafting: _Drafting
+
+
+def _guessed(item: PrepareItem, held: Held, ranked: list[list[int]]) -> list[_Fork]:
+    """The forks after the likeliest tokens but the draft's own; ``ranked``: per number of accepted tokens, the best first."""
+    forks: list[_Fork] = []
+    for accepted, (tokens, count) in enumerate(zip(ranked, item.fan_out, strict=True)):
+        others = [token for token in tokens if token not in item.draft[accepted : accepted + 1]]
+        ids = [*held.ids, *item.draft[:accepted]]
+        forks += [_Fork(accepted, token, _Drafting(item, Held([*ids, token], held.context))) for token in others[:count]]
+    return forks
+
+
+def _no_context(item: PrepareItem) -> Prepared:
+    return Prepared(sequence_id=item.sequence_id, reason="need_context")
+
+
+def _as_prepared(item: PrepareItem, forks: list[_Fork]) -> Prepared:
     outcomes = tuple(
-        Outcome(accepted=accepted, token=token, tokens=tuple(drafting.tokens), probs=tuple(drafting.probs) or None)
-        for accepted, token, drafting in forks
+        Outcome(
+            accepted=fork.accepted,
+            token=fork.token,
+            tokens=tuple(fork.drafting.tokens),
+            probs=tuple(fork.drafting.probs) or None,
+        )
+        for fork in forks
     )
     return Prepared(sequence_id=item.sequence_id, outcomes=outcomes, known_length=item.base_length + len(item.tokens))
 

@@ -1,5 +1,6 @@
 """Lanes around table models, and many short texts played through them at once."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from engine.verify.base import TargetModel
 
 VOCAB = 4
 DEPTH = 2
+FIXED_DEPTH = FixedDepth(DEPTH)
 LENGTH = DEPTH + 2
 """One token comes with the prefill, then one round of full depth makes the other three: a joint (K+1)-gram."""
 PROMPT = (1, 3, 0, 2, 1, 3, 0, 2)
@@ -24,7 +26,7 @@ PROMPT = (1, 3, 0, 2, 1, 3, 0, 2)
 NUM_TEXTS = 2_000
 FIRST_SEED = 1_000_000
 FALSE_ALARM = 1e-6
-NUM_CASES = 100
+NUM_CASES = 150
 LEVEL = FALSE_ALARM / NUM_CASES
 """A case fails at a p-value below this, so that the odds that any of `NUM_CASES` fails by chance are at most `FALSE_ALARM`."""
 SETTINGS: dict[str, dict[str, float]] = {
@@ -60,6 +62,9 @@ class Sampled:
     """p-value of the texts under the target's exact distribution."""
     num_drafted: int
     num_accepted: int
+    hits: Counter[str]
+    """Of all texts that were played together."""
+    misses: Counter[str]
 
     @property
     def acceptance(self) -> float:
@@ -73,6 +78,7 @@ def sample(
     source: DraftSource | None,
     target: Tensor = TARGET,
     num_texts: int = NUM_TEXTS,
+    policy: DepthPolicy = FIXED_DEPTH,
 ) -> dict[str, Sampled]:
     """Play texts of distinct seeds, ``num_texts`` for each of the ``settings``, all mixed in one lane."""
     kinds = {name: SamplingParams(rule=rule, max_tokens=LENGTH, **kind) for name, kind in settings.items()}  # type: ignore[arg-type]
@@ -83,17 +89,29 @@ def sample(
     ]
     texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
     ended: dict[str, list[Delta]] = {name: [] for name in kinds}
-    for delta in lane(TableModel(target, kv_capacity_tokens=1 << 30), source, FixedDepth(DEPTH)).generate(requests):
-        texts[delta.request_id] += delta.token_ids
-        if delta.finish_reason is not None:
-            ended[delta.request_id.split("/")[0]].append(delta)
+    driver = lane(TableModel(target, kv_capacity_tokens=1 << 30), source, policy)
+    for request in requests:
+        driver.add(request)
+    hits, misses = Counter[str](), Counter[str]()
+    while driver.scheduler.running or driver.scheduler.waiting:
+        result = driver.step()
+        hits.update(result.report.hits)
+        misses.update(result.report.misses)
+        for delta in result.deltas:
+            texts[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                ended[delta.request_id.split("/")[0]].append(delta)
     joints = {name: exact_joint(target.tolist(), params, PROMPT, LENGTH) for name, params in kinds.items()}
-    return {name: _judged(joints[name], texts, ended[name]) for name in kinds}
+    return {name: _judged(joints[name], texts, ended[name], hits, misses) for name in kinds}
 
 
-def _judged(joint: Tensor, texts: dict[str, list[int]], ended: Sequence[Delta]) -> Sampled:
+def _judged(
+    joint: Tensor, texts: dict[str, list[int]], ended: Sequence[Delta], hits: Counter[str], misses: Counter[str]
+) -> Sampled:
     return Sampled(
         p=texts_p([texts[delta.request_id] for delta in ended], joint),
         num_drafted=sum(delta.num_drafted for delta in ended),
         num_accepted=sum(delta.num_accepted for delta in ended),
+        hits=hits,
+        misses=misses,
     )

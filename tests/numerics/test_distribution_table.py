@@ -8,16 +8,19 @@ errors that engines have really had is shown in test_wrong_rules_table.py, by th
 """
 
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from table_lane import BAD_DRAFT, DEPTH, GOOD_DRAFT, LEVEL, NUM_CASES, NUM_TEXTS, SETTINGS, TARGET, sample
 
+from engine.drivers import DraftUnavailable
 from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
+from engine.scheduler import DepthPolicy, FixedDepth
 from engine.testing import TableModel
-from engine.types import Proposal, ProposeItem, ProposeReply, ProposeRequest
+from engine.types import PrepareReply, PrepareRequest, Proposal, ProposeItem, ProposeReply, ProposeRequest
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,6 @@ SOURCES: dict[str, Callable[[], DraftSource | None]] = {
 }
 WITHOUT_Q = ["no draft", "good draft", "bad draft", "n-grams", "certain"]
 PAIRS = [*(("coupled", source) for source in WITHOUT_Q), *itertools.product(["rejection", "block"], SOURCES)]
-assert len(PAIRS) * len(SETTINGS) <= NUM_CASES
 LOWEST_ACCEPTANCE = {
     "good draft": 0.5,
     "bad draft": 0.1,
@@ -79,3 +81,69 @@ def test_the_texts_have_the_targets_distribution(rule: str, source: str) -> None
         if source != "no draft":
             assert LOWEST_ACCEPTANCE[source] < result.acceptance, "the draft is right often enough to test what is kept"
             assert result.num_drafted >= DEPTH * NUM_TEXTS
+
+
+# --- prepared drafts --------------------------------------------------------------------------------------------------------
+
+
+class Varying(FixedDepth):
+    """Depths, numbers of guesses and whether to ask, drawn anew every time without a look at any token."""
+
+    def __init__(self) -> None:
+        super().__init__(DEPTH)
+        self._random = random.Random(7)
+
+    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+        return min(room, self._random.choice([0, 1, 2, 2, 2]))
+
+    def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
+        return tuple(self._random.randint(0, 3) for _ in range(draft_length + 1))
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        return self._random.randint(0, DEPTH)
+
+
+class Unsteady(TableModel):
+    """Loses answers, and gives others in place of later ones: some texts of a round have prepared drafts, others have not."""
+
+    def __init__(self, table: torch.Tensor, num_probs: int | None = None):
+        super().__init__(table, num_probs=num_probs)
+        self._random = random.Random(8)
+        self._late: list[PrepareReply] = []
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        reply = super().prepare(request)
+        fate = self._random.choice(["in time", "in time", "late", "lost", "in part"])
+        if fate == "lost":
+            raise DraftUnavailable("lost")
+        if fate == "late":
+            self._late.append(reply)
+            return self._late.pop(0)
+        kept = tuple(prepared for i, prepared in enumerate(reply.prepared) if fate == "in time" or i % 3)
+        return PrepareReply(round_id=reply.round_id, prepared=kept)
+
+
+PREPARED: dict[str, Callable[[], tuple[DraftSource, DepthPolicy]]] = {
+    "1 guess, others asked for": lambda: (TableModel(GOOD_DRAFT), FixedDepth(DEPTH, fan_out=1)),
+    "2 guesses, others plain": lambda: (TableModel(GOOD_DRAFT), FixedDepth(DEPTH, fan_out=2, asks=False)),
+    "all guesses, bad draft": lambda: (TableModel(BAD_DRAFT), FixedDepth(DEPTH, fan_out=4)),
+    "q of 2 tokens, everything varies": lambda: (Unsteady(GOOD_DRAFT, num_probs=2), Varying()),
+}
+SOME_SETTINGS = {name: SETTINGS[name] for name in ("plain", "temperature and top_p", "penalties")}
+RULES = ["coupled", "rejection", "block"]
+assert len(PAIRS) * len(SETTINGS) + len(RULES) * len(PREPARED) * len(SOME_SETTINGS) <= NUM_CASES
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", PREPARED)
+def test_prepared_drafts_leave_the_targets_distribution(rule: str, kind: str) -> None:
+    """Bug guarded: a draft that was prepared before the verdict is drawn from noise that the verdict has used, is not the one
+    that its outcome would have been given, or is used or not because of what it is (design section 4)."""
+    source, policy = PREPARED[kind]()
+    sampled = sample(rule, SOME_SETTINGS, source, policy=policy)
+    assert {name: result.p for name, result in sampled.items() if result.p <= LEVEL} == {}
+    result = sampled["plain"]
+    assert result.hits["plain"] > NUM_TEXTS / 4
+    assert result.hits["recovery"] > NUM_TEXTS / 20
+    assert result.acceptance > 0.2, "the draft is right often enough to test what is kept"
+    assert bool(result.misses) == (kind != "all guesses, bad draft")

@@ -21,7 +21,8 @@ from engine.types import (
 StepTimes = tuple[tuple[int, float], ...]
 CONTEXT_TOKENS = 64
 TARGET_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-DRAFT_ROWS = (1, 2, 4, 8, 16)
+DRAFT_ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences in one step; an outcome that is prepared is one too."""
 DRAFT_STEPS = 4
 REPEATS = 3
 BUDGET_S = 2.0
@@ -35,9 +36,9 @@ async def measure_target(verify: Callable[[VerifyRequest], Awaitable[VerifyReply
     opening = VerifyItem(sequence_id=name, base_length=0, tokens=(0,) * CONTEXT_TOKENS, context=_CONTEXT, sample=False)
     await verify(VerifyRequest(round_id=0, items=(opening,)))
 
-    async def step(size: int) -> None:
+    async def step(size: int) -> bool:
         item = VerifyItem(sequence_id=name, base_length=CONTEXT_TOKENS, tokens=(0,), draft=(0,) * (size - 1))
-        await verify(VerifyRequest(round_id=0, items=(item,)))
+        return bool((await verify(VerifyRequest(round_id=0, items=(item,)))).verdicts)
 
     times = await _best_times(TARGET_TOKENS, step)
     await verify(VerifyRequest(round_id=0, items=(), release=(name,)))
@@ -45,36 +46,58 @@ async def measure_target(verify: Callable[[VerifyRequest], Awaitable[VerifyReply
 
 
 async def measure_draft(propose: Callable[[ProposeRequest], Awaitable[ProposeReply]]) -> StepTimes:
-    """(rows, seconds per draft step): the best of three drafts of four tokens; a call's hop is shared by its steps."""
-    names = tuple(f"calibrate-draft-{row}" for row in range(max(DRAFT_ROWS)))
-    prompt = (0,) * CONTEXT_TOKENS
-    for name in names:  # one at a time: a draft bounds how many tokens of catching up one call computes
-        opening = ProposeItem(sequence_id=name, base_length=0, tokens=prompt, depth=0, context=_CONTEXT)
-        await propose(ProposeRequest(round_id=0, items=(opening,)))
+    """(rows, seconds per draft step): the best of three drafts of four tokens; a call's hop is shared by its steps.
 
-    async def step(rows: int) -> None:
+    Each row is a sequence of its own, as the outcomes are that a draft prepares: their sampling and their contexts are in the
+    times, which those of one sequence's tokens (`ModelInfo.step_times`) lack. Ends where the draft has no room for more.
+    """
+    names = tuple(f"calibrate-draft-{row}" for row in range(max(DRAFT_ROWS)))
+    num_open = 0
+
+    async def make_ready(rows: int) -> None:
+        nonlocal num_open
+        for name in names[num_open:rows]:  # one at a time: a draft bounds how many tokens of catching up one call computes
+            opening = ProposeItem(sequence_id=name, base_length=0, tokens=(0,) * CONTEXT_TOKENS, depth=0, context=_CONTEXT)
+            await propose(ProposeRequest(round_id=0, items=(opening,)))
+        num_open = max(num_open, rows)
+
+    async def step(rows: int) -> bool:
         items = [
             ProposeItem(sequence_id=name, base_length=CONTEXT_TOKENS - 1, tokens=(0,), depth=DRAFT_STEPS)
             for name in names[:rows]
         ]
-        await propose(ProposeRequest(round_id=0, items=tuple(items)))
+        reply = await propose(ProposeRequest(round_id=0, items=tuple(items)))
+        return len(reply.proposals) == rows and all(proposal.tokens for proposal in reply.proposals)
 
-    times = await _best_times(DRAFT_ROWS, step)
+    times = await _best_times(DRAFT_ROWS, step, make_ready)
     await propose(ProposeRequest(round_id=0, items=(), release=names))
     return tuple((rows, seconds / DRAFT_STEPS) for rows, seconds in times)
 
 
-async def _best_times(sizes: tuple[int, ...], step: Callable[[int], Awaitable[None]]) -> StepTimes:
+async def _nothing(size: int) -> None:
+    pass
+
+
+async def _best_times(
+    sizes: tuple[int, ...],
+    step: Callable[[int], Awaitable[bool]],
+    make_ready: Callable[[int], Awaitable[None]] = _nothing,
+) -> StepTimes:
+    """(size, seconds) while steps succeed and the smaller ones have not used the budget up."""
     times: list[tuple[int, float]] = []
     started_s = time.perf_counter()
     for size in sizes:
         if times and time.perf_counter() - started_s > BUDGET_S:
             break
-        times.append((size, min([await _seconds(step, size) for _ in range(REPEATS)])))
+        await make_ready(size)
+        samples = [await _seconds(step, size) for _ in range(REPEATS)]
+        if None in samples:
+            break
+        times.append((size, min(seconds for seconds in samples if seconds is not None)))
     return tuple(times)
 
 
-async def _seconds(step: Callable[[int], Awaitable[None]], size: int) -> float:
+async def _seconds(step: Callable[[int], Awaitable[bool]], size: int) -> float | None:
     started_s = time.perf_counter()
-    await step(size)
-    return time.perf_counter() - started_s
+    succeeded = await step(size)
+    return time.perf_counter() - started_s if succeeded else None

@@ -86,7 +86,7 @@ def likeliest_next(
         spans = [(starts[i], sequences[i].num_rows) for i in members]
         processed, usable = _processed(_rows_of(logits, spans).float(), chosen, eos_token_ids)
         rows = [row for start, length in spans for row in range(start, start + length)]
-        for row, good, tokens in zip(rows, usable, _best_first(*_RANKED[rule](processed, chosen), count), strict=True):
+        for row, good, tokens in zip(rows, usable, _best_first(_RANKED[rule](processed, chosen), count), strict=True):
             found[row] = tokens if good else []
     return found
 
@@ -177,28 +177,32 @@ _PROPOSE: dict[str, Callable[[Tensor, Sequence[SampledSequence], int], Drawn]] =
 }
 
 
-Pick = Callable[[Tensor], Tensor]
-"""Scores [R, V], of which some are -inf, -> the best token of every row, int64 [R]."""
+Ranked = Callable[[Tensor, Sequence[SampledSequence]], Tensor]
 
 
-def _ranked_greedy(logits: Tensor, sequences: Sequence[SampledSequence]) -> tuple[Tensor, Pick]:
-    return logits, most_likely
+def _ranked_greedy(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
+    return logits
 
 
-def _ranked_coupled(logits: Tensor, sequences: Sequence[SampledSequence]) -> tuple[Tensor, Pick]:
+def _ranked_coupled(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     scaled, keys = tempered(logits, sequences), _keys(sequences, Stream.COUPLED, logits.device)
-    if not has_filter(sequences[0].params):
-        return scaled, lambda scores: noise.gumbel_argmax(scores, keys)
-    kept = filtered(scaled, sequences)
-    scores = noise.gumbel(keys[kept.rows], kept.ids[:, None]).squeeze(1) + kept.values
-    return Kept(kept.rows, kept.ids, scores).dense(scaled.double()), most_likely
+    if has_filter(sequences[0].params):
+        kept = filtered(scaled, sequences)
+        scores = noise.gumbel(keys[kept.rows], kept.ids[:, None]).squeeze(1) + kept.values
+        return Kept(kept.rows, kept.ids, scores).dense(scaled.double())
+    ids = torch.arange(scaled.shape[1], device=scaled.device)
+    few = max(1, RANKED_ELEMENTS // len(ids))
+    parts = zip(torch.split(scaled, few), torch.split(keys, few), strict=True)
+    return torch.cat([noise.gumbel(own, ids).add_(part) for part, own in parts])
 
 
-def _ranked_by_q(logits: Tensor, sequences: Sequence[SampledSequence]) -> tuple[Tensor, Pick]:
-    return _masked(tempered(logits, sequences), sequences), most_likely
+def _ranked_by_q(logits: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
+    return _masked(tempered(logits, sequences), sequences)
 
 
-_RANKED: dict[str, Callable[[Tensor, Sequence[SampledSequence]], tuple[Tensor, Pick]]] = {
+RANKED_ELEMENTS = 1 << 18
+"""Noise that is made in one go: what it is made from stays in the processor's cache."""
+_RANKED: dict[str, Ranked] = {
     "greedy": _ranked_greedy,
     "coupled": _ranked_coupled,
     "rejection": _ranked_by_q,
@@ -206,13 +210,13 @@ _RANKED: dict[str, Callable[[Tensor, Sequence[SampledSequence]], tuple[Tensor, P
 }
 
 
-def _best_first(scores: Tensor, pick: Pick, count: int) -> list[list[int]]:
-    """The ``count`` best tokens of every row of [R, V]: each is picked after those before it are gone."""
+def _best_first(scores: Tensor, count: int) -> list[list[int]]:
+    """The ``count`` best tokens of every row of [R, V], without those at -inf: the lowest id first where scores are alike."""
     left = scores.clone()
     picked: list[Tensor] = []
     values: list[Tensor] = []
     for _ in range(min(count, scores.shape[1])):
-        picked.append(pick(left)[:, None])
+        picked.append(most_likely(left)[:, None])
         values.append(left.gather(1, picked[-1]))
         left.scatter_(1, picked[-1], -torch.inf)
     if not picked:

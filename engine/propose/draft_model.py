@@ -31,6 +31,10 @@ from engine.verify.load import load_engine_model
 
 logger = logging.getLogger(__name__)
 
+CATCH_UP_STEPS = 4
+"""Steps of a single token that catching up may take while others wait for their outcomes: about a draft's worth."""
+UNMEASURED_TOKENS = 32
+
 Result = TypeVar("Result")
 
 
@@ -39,11 +43,14 @@ class DraftModel:
 
     ``catch_up_tokens`` bounds the committed tokens that one call computes over all items before it drafts: a request beyond it
     gets "catching_up" and goes on in the next call. While others have outcomes to prepare, ``shared_catch_up_tokens`` is the
-    bound. Other reasons for an empty answer: need_context, unknown_token (an id without an embedding here), out_of_context,
-    kv_full, bad_logits, malformed, repeated (a sequence twice in one call), no_fork (see `prepares`), no_outcome (only the
-    draft's own tokens and ends of the text can follow), failed. When the KV cache is full, whole sequences that the call is not
-    about are forgotten, the longest unused first; if that is not enough, fewer outcomes are prepared, the likeliest. Under
-    rules that need q a token is drawn from the ``top_n`` likeliest.
+    bound, by default `affordable_tokens`. When the KV cache is full, whole sequences that the call is not about are forgotten,
+    the longest unused first; if that is not enough, fewer outcomes are prepared, the likeliest. Under rules that need q a token
+    is drawn from the ``top_n`` likeliest.
+
+    Other reasons for an empty answer: need_context, unknown_token (an id without an embedding here), out_of_context, kv_full,
+    bad_logits, malformed, repeated (a sequence twice in one call), no_fork (see `prepares`), no_outcome (only the draft's own
+    tokens and ends of the text can follow), failed.
+
     With ``prefix_cache`` committed tokens whose K and V are known from another sequence with the same beginning, or from a
     forgotten one, are not computed: whole blocks only.
     Raises `ModelError` as `load_engine_model`.
@@ -57,7 +64,7 @@ class DraftModel:
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         catch_up_tokens: int = 256,
-        shared_catch_up_tokens: int = 32,
+        shared_catch_up_tokens: int | None = None,
         top_n: int = DRAFT_PROBS,
         prefix_cache: bool = True,
         kernels: Literal["auto", "torch"] = "auto",
@@ -73,7 +80,8 @@ class DraftModel:
         self._info = self.model.info
         self._name = name
         self._catch_up_tokens = catch_up_tokens
-        self._shared_catch_up_tokens = min(shared_catch_up_tokens, catch_up_tokens)
+        few = affordable_tokens(self._info.step_times) if shared_catch_up_tokens is None else shared_catch_up_tokens
+        self._shared_catch_up_tokens = min(few, catch_up_tokens)
         self._top_n = top_n
         self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences = Sequences(self.model)
@@ -272,6 +280,15 @@ class DraftModel:
                 task.branches.append(fork)
                 forks.append(fork)
         return forks
+
+
+def affordable_tokens(step_times: Sequence[tuple[int, float]]) -> int:
+    """The most tokens, of those measured (tokens, seconds), that take at most as long as `CATCH_UP_STEPS` steps of the fewest.
+
+    Where memory is the bound that is all of them; the int8 copy of SmolLM2-135M computes 16 on one core.
+    """
+    limit_s = CATCH_UP_STEPS * step_times[0][1] if step_times else 0.0
+    return max((tokens for tokens, seconds in step_times if seconds <= limit_s), default=UNMEASURED_TOKENS)
 
 
 def _verifying(task: Task) -> Verifying:

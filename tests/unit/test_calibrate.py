@@ -1,5 +1,7 @@
 """Measuring through the rounds' own calls: what is sent, and that nothing is left behind."""
 
+from msgspec.structs import replace
+
 from engine.calibrate import DRAFT_ROWS, TARGET_TOKENS, measure_draft, measure_target
 from engine.testing import ScriptedDraft, ScriptedTarget
 from engine.types import ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
@@ -33,4 +35,17 @@ async def test_draft_steps_have_the_rows_they_are_reported_for() -> None:
     times = await measure_draft(propose)
     assert [rows for rows, _ in times] == list(DRAFT_ROWS)
     assert all(seconds > 0 for _, seconds in times)
+    assert not draft.sequences
+
+
+async def test_a_draft_without_room_is_measured_as_far_as_it_goes() -> None:
+    """Bug guarded: a small KV cache refuses most rows at once, so that many rows look cheaper than few."""
+    draft = ScriptedDraft(lambda ids: 1)
+
+    async def propose(request: ProposeRequest) -> ProposeReply:
+        reply = draft.propose(request)
+        kept = (replace(p, tokens=p.tokens if n < 5 else ()) for n, p in enumerate(reply.proposals))
+        return replace(reply, proposals=tuple(kept))
+
+    assert [rows for rows, _ in await measure_draft(propose)] == [1, 2, 4]
     assert not draft.sequences

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.merged_draft import MergedDraft
 from deployments.messages import DraftReport
-from deployments.wire import PROTOCOL_VERSION, WireServer
+from deployments.wire import PROTOCOL_VERSION, WireServer, read_tls
 from engine.config import parse_config
 from engine.types import PrepareReply, PrepareRequest, ProposeReply, ProposeRequest
 
@@ -35,7 +35,8 @@ class Draft:
         loop = asyncio.get_running_loop()
         self._model = await loop.run_in_executor(self._forwards, build_served_draft, self._config)
         self._merged = MergedDraft(self._run)
-        self._server = WireServer({"propose": self._merged.propose, "prepare": self._merged.prepare}, secret)
+        handlers = {"propose": self._merged.propose, "prepare": self._merged.prepare}
+        self._server = WireServer(handlers, secret, tls=read_tls(self._config.streams))
         address = await self._server.start(ray.util.get_node_ip_address())
         self._report = DraftReport(
             draft_id=serve.get_replica_context().replica_tag,

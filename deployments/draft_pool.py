@@ -17,6 +17,7 @@ from deployments.messages import DraftReport, Traffic
 from deployments.wire import PROTOCOL_VERSION, WireError
 from engine.calibrate import StepTimes, measure_draft
 from engine.drivers import Clock
+from engine.errors import OutriderError
 from engine.types import (
     Prepared,
     PrepareItem,
@@ -286,7 +287,7 @@ class DraftPool:
                 self.dropped["late"] += 1
                 raise WireError(f"round {request.round_id} was answered as round {reply.round_id}")
         except Exception as error:
-            if not isinstance(error, WireError):
+            if not isinstance(error, (WireError, OutriderError)):
                 logger.exception("draft %s could not be asked", replica.report.draft_id)
             self._note_failure(replica, error)
             return None

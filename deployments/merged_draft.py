@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,7 +58,9 @@ class MergedDraft:
     """The wire handlers ``propose`` and ``prepare`` over one model.
 
     A message that finds the model idle is run at once, nobody waits for company; what arrives while it runs is run together
-    next. Proposes and prepares are merged alike.
+    next. Of what is pending then, proposes go first: their lanes stand still, while a prepare has a whole verify to hide in. In
+    one pass with prepares a propose would take 2 to 6 times as long, and the prepares would be 10 to 50 % earlier (self-int8 of
+    a 135M model on two cores, depth 4, fan-out 1 to 3, 1 to 4 requests). Prepares are overtaken once, not twice.
 
     A sequence is named after the caller and what the caller calls it, so that no lane can name, roll back or release a sequence
     of another. Two messages about the same sequence are never merged: the second waits for the next pass.
@@ -69,6 +71,8 @@ class MergedDraft:
         self._clock = clock
         self._pending: list[_Job] = []
         self._working: asyncio.Task[None] | None = None
+        self._overtaking = False
+        """Whether the last pass left prepares waiting."""
         self._used_s: dict[str, dict[str, float]] = {}
         """Lane -> its sequences (with prefix) -> when they were last asked about."""
         self._gone_s: dict[str, float] = {}
@@ -127,21 +131,25 @@ class MergedDraft:
 
     async def _work(self) -> None:
         try:
-            while batch := self._take():
-                await self._run_batch(batch)
+            while self._pending:
+                batch = self._take()
+                if batch:
+                    await self._run_batch(batch)
         finally:
             self._working = None
 
     def _take(self) -> list[_Job]:
-        """All that is pending, in the order of arrival, but no sequence twice; who is gone does not get an answer."""
+        """The next pass, in the order of arrival: no sequence twice, and proposes alone if prepares have not waited yet."""
+        waiting = [job for job in self._pending if not job.answer.done()]  # done: cancelled, its stream broke
+        proposes = sum(isinstance(job.request, ProposeRequest) for job in waiting)
+        self._overtaking = 0 < proposes < len(waiting) and not self._overtaking
         batch: list[_Job] = []
         later: list[_Job] = []
         taken: set[str] = set()
-        for job in self._pending:
-            if job.answer.done():  # cancelled: the stream broke
-                continue
+        for job in waiting:
             names = job.sequence_ids
-            (later if taken & names else batch).append(job)
+            waits = self._overtaking and isinstance(job.request, PrepareRequest)
+            (later if waits or taken & names else batch).append(job)
             taken |= names
         self._pending = later
         return batch
@@ -168,8 +176,8 @@ class MergedDraft:
         proposes = [job.request for job in batch if isinstance(job.request, ProposeRequest)]
         prepares = [job.request for job in batch if isinstance(job.request, PrepareRequest)]
         proposed, prepared = await self._run(proposes, prepares)
-        in_turn = iter(proposed), iter(prepared)
-        return [next(in_turn[isinstance(job.request, PrepareRequest)]) for job in batch]
+        replies: dict[bool, Iterator[Reply]] = {False: iter(proposed), True: iter(prepared)}
+        return [next(replies[isinstance(job.request, PrepareRequest)]) for job in batch]
 
     def _note_use(self, job: _Job) -> None:
         used_s = self._used_s.setdefault(job.lane, {})

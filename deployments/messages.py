@@ -60,6 +60,10 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What a lane tells besides its load: cumulative counters for the metrics, and why its depth is what it is."""
 
     load: LaneReport
+    address: str
+    """host:port of the lane's stream, for the Apis."""
+    leaving: bool = False
+    """The lane finishes what it has and takes no more requests."""
     counters: dict[str, float]
     """Cumulative since the lane started; keys as in `deployments.metrics.COUNTERS`."""
     fallbacks: dict[str, int]
@@ -83,8 +87,19 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Over the lane's streams to its target ("target") and to drafts ("draft")."""
 
 
+class LaneEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A lane that takes requests."""
+
+    lane_id: str
+    address: str
+    """host:port of its stream."""
+    num_requests: int
+    """Running and waiting there when it last reported."""
+
+
 class Directory(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's answer to every report."""
 
     table: DepthTable
     drafts: tuple[DraftReport, ...] = ()
+    lanes: tuple[LaneEntry, ...] = ()

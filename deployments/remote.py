@@ -6,7 +6,7 @@ from typing import Any
 
 from deployments.counters import traffic_of
 from deployments.messages import DraftReport, Traffic
-from deployments.wire import WireClient, WireError
+from deployments.wire import Tls, WireClient, WireError
 from engine.drivers import DraftUnavailable, TargetLost
 from engine.propose.base import DraftSource
 from engine.types import (
@@ -30,9 +30,10 @@ LONGEST_RETRY_S = 5.0
 class StreamTarget:
     """The lane's own target actor. Ray restarts it when it dies; the caller is told by `TargetLost` and prefills again."""
 
-    def __init__(self, actor: Any, secret: str):
+    def __init__(self, actor: Any, secret: str, tls: Tls | None = None):
         self._actor = actor
         self._secret = secret
+        self._tls = tls
         self._client: WireClient | None = None
         self._traffic_before = Traffic()
         """Of streams that are closed."""
@@ -49,7 +50,7 @@ class StreamTarget:
         if self._client is not None:
             self._traffic_before += traffic_of(self._client)
             await self._client.close()
-        self._client = WireClient(address, self._secret)
+        self._client = WireClient(address, self._secret, tls=self._tls)
         return ModelInfo(**info)
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:

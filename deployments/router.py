@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,10 +16,11 @@ from autoscale.lane_policy import LanePolicy
 from autoscale.signals import LaneReport
 from deployments.counters import LaneCounters
 from deployments.draft_pool import DraftPool
+from deployments.lanes import OPEN_REQUESTS
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget
 from deployments.target import TargetActor
-from deployments.wire import WireClient
+from deployments.wire import Tls, WireClient, WireServer, decode, read_tls
 from engine.build import build_free_source, draft_is_a_model
 from engine.calibrate import StepTimes, measure_target
 from engine.config import OutriderConfig, parse_config
@@ -32,6 +33,7 @@ logger = logging.getLogger("ray.serve")
 CALIBRATE_AFTER_S = (1.0, 30.0)
 """Idle lanes measure their models this long after they started or found a draft: at first the machine is still busy loading."""
 CALIBRATE_EVERY_S = 600.0
+LEAVE_NOTICE_S = 2.0
 
 
 class Router:
@@ -42,15 +44,16 @@ class Router:
         self._controller = controller
         self._lane_id = serve.get_replica_context().replica_tag
         self._counters = LaneCounters()
+        tls = read_tls(self._config.streams)
         self._actor = _start_target(self._config, secret)
-        self._target = StreamTarget(self._actor, secret)
+        self._target = StreamTarget(self._actor, secret, tls)
         self._info = await self._target.connect()
         level = logging.WARNING if self._info.row_invariant is False else logging.INFO
         logger.log(level, "%s: numerics %s, %s", self._info.name, self._info.numerics, self._info.row_invariance)
         self._policy = _build_policy(self._config, self._info)
         self._policies: dict[str, LanePolicy] = {}
         """Of `use_speculation`, by settings."""
-        self._draft = _build_draft(self._config, self._lane_id, self._info, secret)
+        self._draft = _build_draft(self._config, self._lane_id, self._info, secret, tls)
         self._scheduler = Scheduler(
             self._info,
             self._policy,
@@ -60,14 +63,17 @@ class Router:
         )
         decoder = await asyncio.to_thread(_load_decoder, self._config.target.model)
         self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
+        self._server = WireServer({}, secret, streams={"generate": self._generate}, tls=tls, max_calls=_max_calls(self._config))
+        self._address = await self._server.start(ray.util.get_node_ip_address())
         self._announced: StepTimes = ()
         self._drafts: tuple[DraftReport, ...] = ()
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
         self._calibrations_due_s = _calibration_times()
         self._calibrations: list[asyncio.Task[None]] = []
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def _generate(self, body: bytes, caller: str) -> AsyncGenerator[Delta]:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
+        request = decode(body, GenerateRequest)
         check_request(request, self._info)
         request = fit_to_cache(request, self._info)
         started_s = time.monotonic()
@@ -109,11 +115,28 @@ class Router:
             if task.done():
                 raise RuntimeError(f"a lane task ended: {task.exception() if not task.cancelled() else 'cancelled'}")
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `deployments.lanes.lanes_for_load`: Serve itself sees no requests, as they do not come through it."""
+        return {OPEN_REQUESTS: len(self._scheduler.running) + len(self._scheduler.waiting)}
+
     async def __del__(self) -> None:
+        if hasattr(self, "_server"):
+            await self._leave()
         for task in getattr(self, "_tasks", []):
             task.cancel()
         if hasattr(self, "_actor"):
             ray.kill(self._actor)
+
+    async def _leave(self) -> None:
+        """Finish the streams that are open; Serve waits for as long as the deployment's options say."""
+        self._server.leaving = True
+        try:
+            async with asyncio.timeout(LEAVE_NOTICE_S):
+                await self._controller.report_lane.remote(self._status())
+        except Exception as error:
+            logger.warning("the controller was not told that this lane leaves: %s", type(error).__name__)
+        await self._server.drain()
+        await self._server.stop()
 
     def _round_done(self, report: StepReport) -> None:
         self._counters.round_done(report, time.monotonic())
@@ -186,6 +209,8 @@ class Router:
         )
         return LaneStatus(
             load=load,
+            address=self._address,
+            leaving=self._server.leaving,
             counters=dict(counters.totals),
             fallbacks=dict(counters.fallbacks),
             accepted_per_position=tuple(counters.accepted_per_position),
@@ -208,6 +233,11 @@ def _calibration_times() -> list[float]:
     return [now_s + after_s for after_s in CALIBRATE_AFTER_S]
 
 
+def _max_calls(config: OutriderConfig) -> int:
+    """The lane's own queue refuses with 429; the stream must not refuse before it."""
+    return config.lanes.max_batch + config.api.max_waiting + 1000
+
+
 def _start_target(config: OutriderConfig, secret: str) -> Any:
     """Start the target actor in the bundle that the deployment reserved for it."""
     actor_class = ray.remote(TargetActor)
@@ -226,14 +256,16 @@ def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
     )
 
 
-def _build_draft(config: OutriderConfig, lane_id: str, info: ModelInfo, secret: str) -> DraftPool | LocalDraft | NoDraft:
+def _build_draft(
+    config: OutriderConfig, lane_id: str, info: ModelInfo, secret: str, tls: Tls | None
+) -> DraftPool | LocalDraft | NoDraft:
     if config.draft.source == "none" or config.speculation.max_depth == 0:
         return NoDraft()
     if not draft_is_a_model(config):
         return LocalDraft(build_free_source(config))
 
     def connect(draft: DraftReport) -> WireClient:
-        return WireClient(draft.address, secret, name=lane_id)
+        return WireClient(draft.address, secret, lane_id, tls=tls)
 
     return DraftPool(config.draft.source, info.fingerprint, config.draft.timeout_s, connect)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
-from deployments.wire import WireServer, decode
+from deployments.wire import WireServer, decode, read_tls
 from engine.config import parse_config
 from engine.types import VerifyReply, VerifyRequest
 
@@ -19,12 +19,12 @@ class TargetActor:
     def __init__(self, config: dict[str, Any], secret: str):
         from engine.build import build_served_target
 
-        self._secret = secret
+        parsed = parse_config(config)
         # One thread runs every forward: torch's thread pool belongs to the thread that uses it.
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
-        self._target = self._forwards.submit(build_served_target, parse_config(config)).result()
+        self._target = self._forwards.submit(build_served_target, parsed).result()
         self._address: str | None = None
-        self._server = WireServer({"verify": self._verify}, secret)
+        self._server = WireServer({"verify": self._verify}, secret, tls=read_tls(parsed.streams))
 
     async def hello(self) -> tuple[str, int, dict[str, Any]]:
         """Stream address, process id and model info."""

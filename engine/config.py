@@ -15,6 +15,8 @@ from engine.errors import ConfigError
 from engine.types import SamplingRule
 
 DEFAULT_MODEL = "smollm2"
+MAX_FAN_OUT = 8
+"""Most outcomes prepared per position: rows of the draft grow with it, hits hardly beyond 3."""
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -121,6 +123,11 @@ class SpeculationConfig(_Section):
     rule: SamplingRule = Field("coupled", description="acceptance rule for sampling; temperature 0 is always greedy")
     max_depth: int = Field(8, ge=0, le=64, description="most draft tokens per request and round; 0 switches speculation off")
     depth: int | Literal["auto"] = Field("auto", description="auto: from the load; a number: fixed, for measurements")
+    fan_out: int | Literal["auto"] = Field(
+        "auto",
+        description="outcomes per position that the draft prepares while the target verifies: auto: by the cost model; 0: none "
+        "(sequential rounds); a number: as many at every position",
+    )
     ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram looked up in prompt and output")
 
     @model_validator(mode="after")
@@ -131,6 +138,12 @@ class SpeculationConfig(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _fan_out_in_range(self) -> "SpeculationConfig":
+        if self.fan_out != "auto" and not 0 <= self.fan_out <= MAX_FAN_OUT:
+            raise ValueError(f"speculation.fan_out must be auto or lie between 0 and {MAX_FAN_OUT}, got {self.fan_out}")
+        return self
+
 
 class ControllerConfig(_Section):
     """How the depth follows the load."""
@@ -138,6 +151,27 @@ class ControllerConfig(_Section):
     report_interval_s: float = Field(0.25, gt=0, le=5, description="how often lanes and drafts report to the controller")
     arrival_half_life_s: float = Field(2.0, gt=0, description="half-life of the average that estimates the arrival rate")
     dwell_s: float = Field(1.0, ge=0, description="least time between raising the depth from 0 and the change before it")
+
+
+class StreamsConfig(_Section):
+    """The streams between the application's own processes. Certificates are for mutual TLS: all three, or none."""
+
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM certificate of every process, for the DNS name `outrider`; the file must exist on every node",
+    )
+    tls_key: Path | None = Field(None, description="PEM private key of `tls_cert`")
+    tls_ca: Path | None = Field(None, description="PEM certificate of the authority that signed `tls_cert`")
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> "StreamsConfig":
+        files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
+        missing = [f"streams.{name}" for name, path in files.items() if path is None]
+        if missing and len(missing) < len(files):
+            raise ValueError(
+                f"{' and '.join(missing)} missing: mutual TLS needs tls_cert, tls_key and tls_ca, no TLS none of them"
+            )
+        return self
 
 
 class ApiConfig(_Section):
@@ -168,6 +202,7 @@ class OutriderConfig(_Section):
     drafts: DraftsConfig = Field(default_factory=lambda: DraftsConfig())
     speculation: SpeculationConfig = Field(default_factory=lambda: SpeculationConfig())
     controller: ControllerConfig = Field(default_factory=lambda: ControllerConfig())
+    streams: StreamsConfig = Field(default_factory=lambda: StreamsConfig())
     api: ApiConfig = Field(default_factory=lambda: ApiConfig())
 
     @model_validator(mode="after")

@@ -226,9 +226,10 @@ def prepare_next(scheduler: Scheduler, plan: Plan, drafts: Drafts, round_id: int
     None where there is nothing to do, in particular for depth 0: then the draft does no work at all.
     """
     items = []
+    batch_size = plan.batch_size
     for planned in plan.items:
         proposal = drafts.proposals.get(planned.request.id)
-        item = _prepare_item(scheduler, planned, proposal.tokens if proposal is not None else (), plan.batch_size, now_s)
+        item = _prepare_item(scheduler, planned, proposal.tokens if proposal is not None else (), batch_size, now_s)
         if item is not None:
             items.append(item)
             scheduler.outcomes.expect(round_id, item)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from deployments.draft_pool import MISSING_UPDATES, DraftPool
 from deployments.messages import Traffic
+from engine.calibrate import DRAFT_ROWS
 from engine.drivers import AsyncDriver
 from engine.scheduler import FixedDepth, Scheduler
 from engine.testing import ScriptedTarget, model_info
@@ -27,6 +29,7 @@ from engine.types import (
     ProposeReply,
     ProposeRequest,
     SamplingParams,
+    StepReport,
     VerifyReply,
     VerifyRequest,
 )
@@ -569,7 +572,7 @@ async def test_calibration_uses_a_replica_without_work() -> None:
     busy = home(lane.pool, cluster, "r0")
     (free,) = (replica for replica in cluster.replicas.values() if replica is not busy)
     times = await lane.pool.measure()
-    assert [rows for rows, _ in times] == [1, 2, 4, 8, 16]
+    assert [rows for rows, _ in times] == list(DRAFT_ROWS)
     assert len(busy.calls) == 1
     assert sequences(free) == set()
 
@@ -730,38 +733,74 @@ class RemoteTarget:
         self.before: Callable[[int], None] = lambda round_id: None
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
-        await asyncio.sleep(0)
+        await turns(30)
         self.before(request.round_id)
         return self.model.verify(request)
 
 
-async def test_streams_go_on_when_a_draft_dies_and_acceptance_returns() -> None:
+class PooledLane:
+    """An `AsyncDriver` over a pool, with a target whose steps leave the drafts time to work."""
+
+    def __init__(self, cluster: FakeCluster, pool: DraftPool, fan_out: int):
+        self.target = RemoteTarget()
+        scheduler = Scheduler(self.target.model.info, FixedDepth(3, fan_out), max_batch=8, prefill_tokens=64, max_waiting=8)
+        self.reports: list[StepReport] = []
+        self.driver = AsyncDriver(self.target, pool, scheduler, None, self.reports.append, cluster.clock)
+
+    async def texts(self, requests: list[GenerateRequest]) -> list[tuple[int, ...]]:
+        async def text(request: GenerateRequest) -> tuple[int, ...]:
+            return tuple([token async for delta in self.driver.generate(request) for token in delta.token_ids])
+
+        running = asyncio.create_task(self.driver.run())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await asyncio.gather(*map(text, requests))
+        finally:
+            running.cancel()
+
+    def count(self, field: str) -> dict[str, int]:
+        """Of all rounds, by reason or kind."""
+        total: Counter[str] = Counter()
+        for report in self.reports:
+            total.update(getattr(report, field))
+        return dict(total)
+
+
+REQUESTS = [
+    GenerateRequest(request_id=f"r{i}", prompt_ids=(i, 5), params=SamplingParams(temperature=0.0, max_tokens=120))
+    for i in range(4)
+]
+TEXTS = [continued(request.prompt_ids, 120) for request in REQUESTS]
+
+
+@pytest.mark.parametrize("fan_out", [0, 1], ids=["sequential", "overlapped"])
+async def test_streams_go_on_when_a_draft_dies_and_acceptance_returns(fan_out: int) -> None:
     """Bug guarded: a draft's death changes or stops a text, or its requests decode without drafts from then on."""
     cluster = FakeCluster("a", "b")
     pool = await cluster.pool()
-    target = RemoteTarget()
-    scheduler = Scheduler(target.model.info, FixedDepth(3), max_batch=8, prefill_tokens=64, max_waiting=8)
-    reports: list[Any] = []
-    driver = AsyncDriver(target, pool, scheduler, None, reports.append, cluster.clock)
+    lane = PooledLane(cluster, pool, fan_out)
 
     def die_in_round_5(round_id: int) -> None:
         cluster.clock.advance(0.3)
         if round_id == 5:
             cluster["a"].die()
 
-    target.before = die_in_round_5
-    params = SamplingParams(temperature=0.0, max_tokens=120)
-    requests = [GenerateRequest(request_id=f"r{i}", prompt_ids=(i, 5), params=params) for i in range(4)]
-    running = asyncio.create_task(driver.run())
-
-    async def text(request: GenerateRequest) -> tuple[int, ...]:
-        return tuple([token async for delta in driver.generate(request) for token in delta.token_ids])
-
-    async with asyncio.timeout(PATIENCE_S):
-        texts = await asyncio.gather(*map(text, requests))
-    running.cancel()
-    assert texts == [continued(request.prompt_ids, 120) for request in requests]
+    lane.target.before = die_in_round_5
+    assert await lane.texts(REQUESTS) == TEXTS
     assert 0 < pool.requests_per_draft["b"] <= 4
-    assert {reason for report in reports for reason in report.fallbacks} >= {"draft_failed", "moved"}
-    last = [report for report in reports if report.batch_size][-4]
+    assert lane.count("fallbacks").keys() >= {"draft_backoff", "moved"}
+    last = [report for report in lane.reports if report.batch_size][-4]
     assert last.num_accepted == last.num_drafted == 3 * last.batch_size
+
+
+async def test_prepared_drafts_come_from_every_replica_without_a_wait() -> None:
+    """Bug guarded: outcomes that were prepared by one of several replicas are not used, or a round asks all the same."""
+    cluster = FakeCluster("a", "b")
+    lane = PooledLane(cluster, await cluster.pool(), fan_out=1)
+    assert await lane.texts(REQUESTS) == TEXTS
+    assert lane.count("misses") == {}
+    assert lane.count("hits").keys() <= {"bonus", "plain"}
+    assert sum(lane.count("hits").values()) > 4 * 25
+    assert sum(report.num_asked for report in lane.reports) == 0
+    sent = [message for replica in cluster.replicas.values() for _, message in replica.calls]
+    assert all(isinstance(message, PrepareRequest) for message in sent)

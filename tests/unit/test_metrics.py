@@ -24,6 +24,7 @@ def status(lane_id: str, **info: object) -> LaneStatus:
     )
     return LaneStatus(
         load=load,
+        address="host:1",
         counters={},
         fallbacks={},
         accepted_per_position=(),

@@ -1,0 +1,190 @@
+"""The Api's view of the lanes: which one a request goes to, its stream, and going on elsewhere when a lane is lost."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from deployments.messages import LaneEntry
+from deployments.wire import CallFailed, Leaving, Tls, Unreachable, WireClient, WireError
+from engine.drivers import Clock
+from engine.errors import OutriderError
+from engine.types import Delta, GenerateRequest
+
+logger = logging.getLogger("ray.serve")
+MAX_RESUMES = 3
+WAIT_FOR_LANE_S = 60.0
+"""A request waits this long while no lane takes it: at start, and while the only lane is being replaced."""
+RETRY_S = 0.5
+"""A lane that was lost is left alone for this long; a lane that is dead leaves the directory after some seconds."""
+OPEN_REQUESTS = "open_requests"
+"""What a lane tells Serve's autoscaler: requests running and waiting."""
+
+
+class LaneError(OutriderError):
+    """The lane failed, too many lanes died under one request, or none is there."""
+
+
+class _LaneLost(Exception):
+    """The lane died in the middle of a stream."""
+
+
+class _NotTaken(Exception):
+    """The lane never got the request, or takes no more."""
+
+
+class _Lane:
+    """One lane of the directory, its stream, and its load as seen from here."""
+
+    def __init__(self, entry: LaneEntry, client: WireClient):
+        self.address = entry.address
+        self.client = client
+        self.listed = True
+        self.num_open = 0
+        """Requests of this Api."""
+        self.retry_at_s = 0.0
+        self._num_others = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there: those of others when the lane last reported, and our own now."""
+        return self._num_others + self.num_open
+
+    def update(self, entry: LaneEntry) -> None:
+        """Take in a report."""
+        self._num_others = max(entry.num_requests - self.num_open, 0)
+
+
+class StreamLanes:
+    """Streams of requests to the lanes of the directory, each to the least loaded; leaving a stream cancels it in the lane.
+
+    When the lane is lost, the request goes on in another one with what it has committed. Under ``greedy`` and ``coupled`` the
+    text is the same as without the fault, under ``rejection`` and ``block`` it has the same distribution.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        name: str,
+        tls: Tls | None = None,
+        *,
+        patience_s: float = WAIT_FOR_LANE_S,
+        clock: Clock = time.monotonic,
+    ):
+        """``name`` tells the lanes who calls; ``patience_s`` bounds the wait for a lane that takes a request."""
+        self._secret = secret
+        self._name = name
+        self._tls = tls
+        self._patience_s = patience_s
+        self._clock = clock
+        self._lanes: dict[str, _Lane] = {}
+        self._changed = asyncio.Event()
+
+    async def update(self, entries: tuple[LaneEntry, ...]) -> None:
+        """Follow the directory. Streams on a lane that is no longer listed go on while the lane lives."""
+        addresses = {entry.address for entry in entries}
+        for entry in entries:
+            lane = self._lanes.get(entry.address)
+            if lane is None:
+                client = WireClient(entry.address, self._secret, self._name, tls=self._tls)
+                lane = self._lanes[entry.address] = _Lane(entry, client)
+            lane.update(entry)
+        for lane in list(self._lanes.values()):
+            lane.listed = lane.address in addresses
+            await self._drop_if_unused(lane)
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Hang up on all lanes."""
+        for lane in self._lanes.values():
+            await lane.client.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """One request's deltas; raises `InvalidRequest`, `Overloaded` or `LaneError`."""
+        before = last = Delta(request_id=request.request_id, token_ids=())
+        num_lost, deadline_s = 0, self._clock() + self._patience_s
+        while num_lost <= MAX_RESUMES:
+            lane = await self._choose(deadline_s)
+            # A new id: if the old lane lives after all, it must not meet its own request again.
+            own_id = f"{request.request_id}.{num_lost}" if num_lost else request.request_id
+            try:
+                async with aclosing(self._stream(lane, msgspec.structs.replace(request, request_id=own_id))) as deltas:
+                    async for delta in deltas:
+                        last = _continued(before, delta)
+                        request = msgspec.structs.replace(request, output_ids=request.output_ids + delta.token_ids)
+                        yield last
+                return
+            except _NotTaken as error:
+                logger.info("a lane did not take request %s: %s", request.request_id, error)
+            except _LaneLost as error:
+                before, num_lost, deadline_s = last, num_lost + 1, self._clock() + self._patience_s
+                logger.warning("request %s lost its lane (%s) and goes on in another", request.request_id, error)
+        raise LaneError(f"the request lost its lane {num_lost} times")
+
+    async def _stream(self, lane: _Lane, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        lane.num_open += 1
+        try:
+            async with aclosing(lane.client.stream("generate", request, Delta)) as deltas:
+                async for delta in deltas:
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            raise _LaneLost("the stream ended early")
+        except (Leaving, Unreachable) as error:
+            lane.retry_at_s = self._clock() + RETRY_S
+            raise _NotTaken(str(error)) from None
+        except CallFailed as error:
+            logger.error("request %s failed in its lane: %s", request.request_id, error)
+            raise LaneError(f"the lane failed: {error.kind}") from None
+        except WireError as error:
+            lane.retry_at_s = self._clock() + RETRY_S
+            raise _LaneLost(str(error)) from None
+        finally:
+            lane.num_open -= 1
+            await self._drop_if_unused(lane)
+
+    async def _choose(self, deadline_s: float) -> _Lane:
+        """The least loaded lane that may be asked; waits for one until the deadline."""
+        while True:
+            now_s = self._clock()
+            usable = [lane for lane in self._lanes.values() if lane.listed and now_s >= lane.retry_at_s]
+            if usable:
+                return min(usable, key=lambda lane: (lane.num_requests, lane.num_open, lane.address))
+            if now_s >= deadline_s:
+                raise LaneError("no lane is ready to take the request; try again later")
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(RETRY_S, deadline_s - now_s)):
+                    await self._changed.wait()
+
+    async def _drop_if_unused(self, lane: _Lane) -> None:
+        if not lane.listed and not lane.num_open and self._lanes.get(lane.address) is lane:
+            del self._lanes[lane.address]
+            await lane.client.close()
+
+
+def _continued(before: Delta, delta: Delta) -> Delta:
+    """Counters of a resumed request include those of the lanes before."""
+    return msgspec.structs.replace(
+        delta,
+        request_id=before.request_id,
+        num_drafted=before.num_drafted + delta.num_drafted,
+        num_accepted=before.num_accepted + delta.num_accepted,
+        num_rounds=before.num_rounds + delta.num_rounds,
+    )
+
+
+def lanes_for_load(context: Any) -> tuple[float, dict[str, Any]]:
+    """Ray Serve's own rule for the number of replicas, on requests that do not come through Serve.
+
+    ``context`` is Serve's `AutoscalingContext`; Serve applies bounds and delays to the answer.
+    """
+    per_lane = (context.aggregated_metrics or {}).get(OPEN_REQUESTS, {})
+    if not per_lane:
+        return context.target_num_replicas, {}
+    return sum(per_lane.values()) / context.config.get_target_ongoing_requests(), {}

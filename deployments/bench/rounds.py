@@ -40,8 +40,8 @@ PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 120
 LARGE_BATCH = 256
 """At which the router's own work is measured."""
-LARGE_SETTINGS = {"depth": 4, "fan_out": 1}
-"""Fixed, since at this batch the policy would rather leave speculation: 256 drafts of 4 tokens, 1280 outcomes a round."""
+LARGE_SETTINGS = {"auto": {"depth": "auto", "fan_out": "auto"}, "K=4 F=1": {"depth": 4, "fan_out": 1}}
+"""What the policy does there (plain decoding: the emulated target is past its knee), and far more than it would."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ QUICK = Size(
     others=(Condition(alpha=0.6), Condition(hop=0.1)),
     depths=(),
     num_tokens=320,
-    large_tokens=48,
+    large_tokens=100,
     prompts_per_kind=1,
     real_tokens=48,
     real_depths=(2,),
@@ -107,7 +107,7 @@ FULL = Size(
     ),
     depths=(3, 4, 8),
     num_tokens=800,
-    large_tokens=120,
+    large_tokens=300,
     prompts_per_kind=3,
     real_tokens=128,
     real_depths=(1, 2, 3),
@@ -152,7 +152,7 @@ class RoundsBench:
     real: list[RealRun] = field(default_factory=list)
     hits: HitRate | None = None
     hops: Hops | None = None
-    large: Window | None = None
+    large: dict[str, Window] = field(default_factory=dict)
 
     def measure(self) -> None:
         """Everything; the real pair's hit rate first, in this process, while nothing else runs."""
@@ -213,8 +213,9 @@ class RoundsBench:
     def _measure_large(self, lane: BenchLane) -> None:
         with self._step(f"batch {LARGE_BATCH}"):
             self._write(HEADLINE)
-            lane.use(LARGE_SETTINGS)
-            _, self.large = lane.play(Load(made_up_prompts(LARGE_BATCH), self.size.large_tokens))
+            for name, settings in LARGE_SETTINGS.items():
+                lane.use(settings, afresh=True)
+                _, self.large[name] = lane.play(Load(made_up_prompts(LARGE_BATCH), self.size.large_tokens))
 
     @property
     def _file(self) -> Path:

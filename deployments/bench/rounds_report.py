@@ -1,7 +1,7 @@
 """From what `outrider bench rounds` saw to its figures, and to tables."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,12 @@ class RealRun:
 
 
 def summary(
-    cells: Sequence[Cell], real: Sequence[RealRun], hits: HitRate | None, hops: Hops | None, large: Window | None, step_s: float
+    cells: Sequence[Cell],
+    real: Sequence[RealRun],
+    hits: HitRate | None,
+    hops: Hops | None,
+    large: Mapping[str, Window],
+    step_s: float,
 ) -> dict[str, Any]:
     """The object that ``--json`` prints. What was not measured is None."""
     rows = [_cell_row(cell, step_s) for cell in cells]
@@ -71,7 +76,7 @@ def summary(
         "cells": rows,
         "hit_rate": _hit_rate(hits),
         "real": real_part,
-        "large": _large(large),
+        "large": {name: _window_row(window) for name, window in large.items()},
         "texts_equal": all(cell.texts_equal for cell in cells) and real_part["texts_equal"],
         "hop_ms_p50": hops.stream_ms.p50 if hops else None,
         "actor_hop_ms_p50": hops.actor_ms.p50 if hops else None,
@@ -79,7 +84,7 @@ def summary(
         "overlap_vs_bound": min((row["overlap_vs_bound"] for row in headline), default=None),
         "hidden_share": min(hidden, default=None),
         "hit_rate_t1": _rounded(hits.overall) if hits else None,
-        "router_ms_b256": _rounded(large.router_ms_per_round) if large else None,
+        "router_ms_b256": _rounded(large["auto"].router_ms_per_round) if "auto" in large else None,
         "real_overlap_vs_sequential": real_part["overlap_vs_sequential"],
     }
 
@@ -126,10 +131,6 @@ def _window_row(window: Window) -> dict[str, Any]:
         "hidden_share": _rounded(window.hidden_share),
         "router_ms_per_round": _rounded(window.router_ms_per_round),
     }
-
-
-def _large(window: Window | None) -> dict[str, Any] | None:
-    return None if window is None else _window_row(window)
 
 
 def _hit_rate(hits: HitRate | None) -> dict[str, Any] | None:

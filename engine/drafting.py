@@ -136,10 +136,11 @@ def _take_prepared(scheduler: Scheduler, speculating: list[Planned], drafts: Dra
         taken = scheduler.outcomes.take(request.id, request.ids)
         if taken.outcome is None:
             missed.append(item)
-            drafts.misses.update([taken.kind] if taken.kind else [])
+            if taken.kind is not None:
+                drafts.misses[taken.kind] += 1
             item.miss_reason = taken.reason
             continue
-        drafts.hits.update([taken.kind] if taken.kind else [])
+        drafts.hits[taken.kind or "plain"] += 1
         tokens, probs = taken.outcome.tokens[: item.depth], taken.outcome.probs
         drafts.proposals[request.id] = Proposal(
             sequence_id=request.id, tokens=tokens, probs=probs[: item.depth] if probs is not None else None

@@ -35,7 +35,7 @@ class Stored:
     """What became of an answer."""
 
     believed: list[Prepared] = field(default_factory=list)
-    """Those whose ``known_length`` tells something: they answer a question, even if it is one of an older round."""
+    """Those whose ``known_length`` tells something new: they answer a question, even if it is one of an older round."""
     num_unexpected: int = 0
     """Sequences that nobody asked about, or that were answered before."""
 
@@ -47,8 +47,10 @@ class _Expected:
     round_id: int
     since: int
     """Round of the request's first question: an older answer is about another request of the same id."""
+    base_length: int
+    """Committed tokens that the source was believed to hold when it was asked."""
     committed: int
-    """Tokens that were committed when the question was asked."""
+    """Tokens that were committed then."""
     draft: tuple[int, ...]
     depth: int
     fan_out: tuple[int, ...]
@@ -58,6 +60,11 @@ class _Expected:
     def asked_in(self, round_id: int) -> bool:
         """Whether an answer of this round may be one to this request: not if it has come before."""
         return self.since <= round_id < self.round_id or (round_id == self.round_id and self.answer is None)
+
+    def tells_nothing(self, answer: Prepared) -> bool:
+        """Whether the source only repeats what it was believed to know, as in the name of one that is busy with older work:
+        what that says about its progress is newer, whichever is read first."""
+        return answer.reason is not None and answer.known_length == self.base_length > 0
 
     def accepted(self, ids: Sequence[int]) -> int | None:
         """How many tokens of the draft became ``ids`` before one more token did; None where they are no outcome of this."""
@@ -90,7 +97,9 @@ class OutcomeCache:
         earlier = self._expected.get(item.sequence_id)
         since = earlier.since if earlier is not None else round_id
         committed = item.base_length + len(item.tokens)
-        self._expected[item.sequence_id] = _Expected(round_id, since, committed, item.draft, item.depth, item.fan_out)
+        self._expected[item.sequence_id] = _Expected(
+            round_id, since, item.base_length, committed, item.draft, item.depth, item.fan_out
+        )
 
     def store(self, reply: PrepareReply) -> Stored:
         """Keep an answer, in whatever order answers come, and find out what in it was asked for."""
@@ -98,7 +107,8 @@ class OutcomeCache:
         for prepared in reply.prepared:
             expected = self._expected.get(prepared.sequence_id)
             if expected is not None and expected.asked_in(reply.round_id):
-                stored.believed.append(prepared)
+                if not expected.tells_nothing(prepared):
+                    stored.believed.append(prepared)
                 if reply.round_id == expected.round_id:
                     expected.answer = prepared
             elif prepared.sequence_id in self._ended:

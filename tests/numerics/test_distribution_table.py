@@ -144,6 +144,6 @@ def test_prepared_drafts_leave_the_targets_distribution(rule: str, kind: str) ->
     assert {name: result.p for name, result in sampled.items() if result.p <= LEVEL} == {}
     result = sampled["plain"]
     assert result.hits["plain"] > NUM_TEXTS / 4
-    assert result.hits["recovery"] > NUM_TEXTS / 20
+    assert result.hits["recovery"] > NUM_TEXTS / 40
+    assert sum(result.misses.values()) > NUM_TEXTS / 40
     assert result.acceptance > 0.2, "the draft is right often enough to test what is kept"
-    assert bool(result.misses) == (kind != "all guesses, bad draft")

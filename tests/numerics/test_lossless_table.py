@@ -6,8 +6,10 @@ Whole rounds against a language model of a few tokens, compared with each reques
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from dataclasses import replace as changed
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from engine.drivers import AsyncDriver, DraftUnavailable
 from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
+from engine.propose.outcomes import OutcomeCache, Taken
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.testing import TableModel
 from engine.types import (
@@ -25,6 +28,9 @@ from engine.types import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    Prepared,
+    PrepareReply,
+    PrepareRequest,
     Proposal,
     ProposeReply,
     ProposeRequest,
@@ -86,6 +92,16 @@ class RandomDepth(FixedDepth):
         return min(room, self._random.randint(0, 20), self._random.randint(0, 20))
 
 
+class RandomOverlap(RandomDepth):
+    """Besides, any number of guesses and any choice between asking and a plain step."""
+
+    def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
+        return tuple(self._random.randint(0, 4) for _ in range(draft_length + 1))
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        return self._random.randint(0, 8)
+
+
 class Recorded:
     """Remembers every delta of a lane, with its logprobs."""
 
@@ -94,6 +110,7 @@ class Recorded:
         self.fallbacks: set[str] = set()
         self.num_accepted = 0
         self.num_preempted = 0
+        self.hits: Counter[str] = Counter()
 
     def play(self, requests: Sequence[GenerateRequest]) -> dict[str, Text]:
         """Request id -> (ids, logprobs, reason)."""
@@ -105,6 +122,7 @@ class Recorded:
             self.fallbacks |= set(result.report.fallbacks)
             self.num_accepted += result.report.num_accepted
             self.num_preempted += result.report.num_preempted
+            self.hits.update(result.report.hits)
             for delta in result.deltas:
                 deltas[delta.request_id].append(delta)
         return {name: _joined(parts) for name, parts in deltas.items()}
@@ -179,14 +197,58 @@ def test_the_text_does_not_depend_on_batch_chunks_or_policy(plain: Plain, source
     assert Recorded(model(), SOURCES[source](), RandomDepth(), **limits).play(requests) == texts
 
 
-def test_the_text_does_not_depend_on_preemption(plain: Plain) -> None:
-    """Bug guarded: a request that was prefilled again draws other noise, or counts its penalties from another place."""
+@pytest.mark.parametrize("policy", [RandomDepth, RandomOverlap])
+def test_the_text_does_not_depend_on_preemption(plain: Plain, policy: type[RandomDepth]) -> None:
+    """Bug guarded: a request that was prefilled again draws other noise, counts its penalties from another place, or is given
+    a draft that was prepared for another text."""
     requests, texts = plain
     recorded = Recorded(
-        model(kv_capacity_tokens=96, kv_block_size=4), SOURCES["good"](), RandomDepth(), max_batch=20, prefill_tokens=32
+        model(kv_capacity_tokens=96, kv_block_size=4), SOURCES["good"](), policy(), max_batch=20, prefill_tokens=32
     )
     assert recorded.play(requests) == texts
     assert recorded.num_preempted > 0
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 3, 4])
+@pytest.mark.parametrize("source", ["perfect", "good", "random", "adversarial"])
+def test_the_text_does_not_depend_on_what_is_prepared(plain: Plain, source: str, fan_out: int) -> None:
+    """Bug guarded: anything by which a prepared draft, hit or missed, could reach the text."""
+    requests, texts = plain
+    recorded = Recorded(model(), SOURCES[source](), FixedDepth(fan_out + 1, fan_out, asks=fan_out % 2 == 0), max_batch=8)
+    assert recorded.play(requests) == texts
+    assert not recorded.fallbacks & {"need_context", "unexpected_answer"}
+    if source in ("perfect", "good"):
+        assert recorded.num_accepted > 0
+        assert min(recorded.hits[kind] for kind in ("plain", "bonus")) > 0
+    if source == "good":
+        assert recorded.hits["recovery"] > 0
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 3, "prefill_tokens": 16}, {"max_batch": 20, "prefill_tokens": 7}], ids=str)
+def test_the_text_does_not_depend_on_depths_that_change_after_preparing(plain: Plain, limits: dict[str, int]) -> None:
+    """Bug guarded: a prepared draft is used although it is deeper than the round, or belongs to an outcome of an older one."""
+    requests, texts = plain
+    recorded = Recorded(model(), SOURCES["good"](), RandomOverlap(), **limits)
+    assert recorded.play(requests) == texts
+    assert min(recorded.hits[kind] for kind in ("plain", "recovery", "bonus")) > 0
+
+
+def test_a_cache_that_confuses_outcomes_changes_nothing(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a wrong entry of the speculation cache reaches the text: under ``coupled`` it may only cost acceptance."""
+    requests, texts = plain
+    right = Recorded(model(), SOURCES["good"](), FixedDepth(3, 3))
+    assert right.play(requests) == texts
+    found, chance = OutcomeCache._found, random.Random(9)
+
+    def confused(self: OutcomeCache, expected: Any, answer: Prepared, accepted: int, token: int) -> Taken:
+        taken = found(self, expected, answer, accepted, token)
+        return taken if taken.outcome is None else changed(taken, outcome=chance.choice(answer.outcomes))
+
+    monkeypatch.setattr(OutcomeCache, "_found", confused)
+    wrong = Recorded(model(), SOURCES["good"](), FixedDepth(3, 3))
+    assert wrong.play(requests) == texts
+    assert wrong.hits
+    assert wrong.num_accepted < right.num_accepted
 
 
 def test_a_request_resumed_elsewhere_says_the_same(plain: Plain) -> None:
@@ -231,14 +293,17 @@ class Forgetful:
         return self._model.verify(replace(request, release=(*request.release, *lost)))
 
 
+@pytest.mark.parametrize("policy", [RandomDepth, RandomOverlap])
 @pytest.mark.parametrize("source", ["none", "perfect", "good", "n-grams"])
 @pytest.mark.parametrize("prefill_tokens", [7, 1 << 20])
-def test_the_text_does_not_depend_on_a_target_that_forgets(plain: Plain, source: str, prefill_tokens: int) -> None:
+def test_the_text_does_not_depend_on_a_target_that_forgets(
+    plain: Plain, source: str, prefill_tokens: int, policy: type[RandomDepth]
+) -> None:
     """Bug guarded: a request that was sent again from its ids draws other noise, commits a draft that was never decided, or
     counts its penalties from another place; a prefill that is lost half way."""
     requests, texts = plain
     target = Forgetful()
-    recorded = Recorded(target, SOURCES[source](), RandomDepth(), prefill_tokens=prefill_tokens)
+    recorded = Recorded(target, SOURCES[source](), policy(), prefill_tokens=prefill_tokens)
     assert recorded.play(requests) == texts
     assert target.num_lost > 10
 
@@ -252,7 +317,7 @@ def test_neighbours_under_other_rules_change_nothing(plain: Plain) -> None:
             params = replace(request.params, rule=rule, temperature=request.params.temperature or 1.0)
             mixed.append(replace(request, request_id=f"{rule}/{request.request_id}", params=params))
         mixed.append(request)
-    played = Recorded(model(), SOURCES["good"](), RandomDepth(), max_batch=20).play(mixed)
+    played = Recorded(model(), SOURCES["good"](), RandomOverlap(), max_batch=20).play(mixed)
     assert {name: played[name] for name in texts} == texts
 
 
@@ -267,7 +332,76 @@ class Crashing:
     def __init__(self, source: DraftSource, seed: int):
         self._source = source
         self._random = random.Random(seed)
+        self._answers: list[PrepareReply] = []
+        self.prepares = hasattr(source, "prepare")
         self.seen: set[str] = set()
+
+    def prepare(self, request: PrepareRequest) -> None:
+        """Answers are lost, come twice, rounds later, in another order, under other names or round ids, or are garbage."""
+        fault = self._random.choice(["none", "none", "none", "breaks", *self._PREPARED_FAULTS])
+        self.seen.add(f"prepare: {fault}")
+        if fault == "breaks":
+            raise RuntimeError("a bug in the draft")
+        reply = self._source.prepare(request)  # type: ignore[attr-defined]
+        change = self._PREPARED_FAULTS.get(fault)
+        self._answers += [reply] if change is None else change(self, reply)
+
+    async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
+        if self._random.random() < 0.1:
+            raise RuntimeError("a bug in the connection")
+        self._random.shuffle(self._answers)
+        kept = self._random.choice([0, 0, 0, 1, 2])
+        answers, self._answers = self._answers[kept:], self._answers[:kept]
+        return tuple(answers)
+
+    def _loses(self, reply: PrepareReply) -> list[PrepareReply]:
+        return []
+
+    def _says_it_twice(self, reply: PrepareReply) -> list[PrepareReply]:
+        return [reply, reply]
+
+    def _names_another_round(self, reply: PrepareReply) -> list[PrepareReply]:
+        return [replace(reply, round_id=reply.round_id + self._random.choice([-1, 1]))]
+
+    def _swaps_prepared(self, reply: PrepareReply) -> list[PrepareReply]:
+        names = [prepared.sequence_id for prepared in reply.prepared]
+        rotated = zip(["nobody", *names[1:]], reply.prepared[::-1], strict=True)
+        return [replace(reply, prepared=tuple(replace(prepared, sequence_id=name) for name, prepared in rotated))]
+
+    def _repeats_outcomes(self, reply: PrepareReply) -> list[PrepareReply]:
+        return self._with_outcomes(reply, lambda outcomes: outcomes * 2)
+
+    def _moves_outcomes(self, reply: PrepareReply) -> list[PrepareReply]:
+        return self._with_outcomes(reply, lambda outcomes: tuple(replace(o, accepted=o.accepted + 1) for o in outcomes))
+
+    def _swaps_drafts(self, reply: PrepareReply) -> list[PrepareReply]:
+        return self._with_outcomes(
+            reply, lambda outcomes: tuple(replace(o, tokens=other.tokens) for o, other in itertools.pairwise(outcomes))
+        )
+
+    def _spoils_drafts(self, reply: PrepareReply) -> list[PrepareReply]:
+        spoilt = self._random.choice([(), (-1,), (LARGE,), (1 << 62,), (1,) * 99])
+        return self._with_outcomes(reply, lambda outcomes: tuple(replace(o, tokens=spoilt) for o in outcomes))
+
+    def _counts_prepared_wrongly(self, reply: PrepareReply) -> list[PrepareReply]:
+        wrong = tuple(replace(prepared, known_length=self._random.randrange(-3, 100)) for prepared in reply.prepared)
+        return [replace(reply, prepared=wrong)]
+
+    @staticmethod
+    def _with_outcomes(reply: PrepareReply, change: Callable[[Any], Any]) -> list[PrepareReply]:
+        return [replace(reply, prepared=tuple(replace(p, outcomes=change(p.outcomes)) for p in reply.prepared))]
+
+    _PREPARED_FAULTS: ClassVar[dict[str, Callable[["Crashing", PrepareReply], list[PrepareReply]]]] = {
+        "loses": _loses,
+        "says it twice": _says_it_twice,
+        "names another round": _names_another_round,
+        "swaps prepared": _swaps_prepared,
+        "repeats outcomes": _repeats_outcomes,
+        "moves outcomes": _moves_outcomes,
+        "swaps drafts": _swaps_drafts,
+        "spoils drafts": _spoils_drafts,
+        "counts wrongly": _counts_prepared_wrongly,
+    }
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         fault = self._random.choice(["none", "none", "none", *self._FAULTS])
@@ -336,9 +470,12 @@ class Near:
         return self._target.verify(request)
 
 
+@pytest.mark.parametrize("policy", [RandomDepth, RandomOverlap])
 @pytest.mark.parametrize("source", ["perfect", "good", "n-grams"])
 @pytest.mark.parametrize("seed", range(4))
-async def test_the_text_does_not_depend_on_a_draft_that_crashes(plain: Plain, source: str, seed: int) -> None:
+async def test_the_text_does_not_depend_on_a_draft_that_crashes(
+    plain: Plain, source: str, seed: int, policy: type[RandomDepth]
+) -> None:
     """Bug guarded: a draft that dies, restarts, answers late, lies about what it knows, or sends ids that do not exist, are too
     many or belong to another request reaches the text, or fails a request (cases L01, L31)."""
     requests, texts = plain
@@ -346,7 +483,7 @@ async def test_the_text_does_not_depend_on_a_draft_that_crashes(plain: Plain, so
     assert draft is not None
     crashing = Crashing(draft, seed)
     reports: list[StepReport] = []
-    scheduler = Scheduler(model().info, RandomDepth(), max_batch=6, prefill_tokens=32, max_waiting=100)
+    scheduler = Scheduler(model().info, policy(), max_batch=6, prefill_tokens=32, max_waiting=100)
     driver = AsyncDriver(Near(model()), crashing, scheduler, on_report=reports.append)
 
     async def stream(request: GenerateRequest) -> Text:
@@ -359,6 +496,9 @@ async def test_the_text_does_not_depend_on_a_draft_that_crashes(plain: Plain, so
     assert len(crashing.seen) > 5
     assert {"invalid_draft", "draft_error"} & {reason for report in reports for reason in report.fallbacks}
     assert sum(report.num_accepted for report in reports) > 0
+    if policy is RandomOverlap and crashing.prepares:
+        assert sum("prepare" in fault for fault in crashing.seen) > 5
+        assert sum(sum(report.hits.values()) for report in reports) > 0
 
 
 def test_a_draft_with_broken_numbers_changes_nothing(plain: Plain) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from msgspec.structs import replace
-from table_lane import BAD_DRAFT, LEVEL, NUM_TEXTS, SETTINGS, sample
+from table_lane import BAD_DRAFT, DEPTH, LEVEL, NUM_TEXTS, SETTINGS, VOCAB, sample
 from torch import Tensor
 
 from engine import noise, sampling
@@ -19,8 +19,9 @@ from engine.accept.base import match_own_tokens
 from engine.noise import Stream
 from engine.processing import SampledSequence, first_rows
 from engine.propose.base import DraftSource
+from engine.scheduler import FixedDepth
 from engine.testing import TableModel
-from engine.types import Proposal, ProposeItem, ProposeReply, ProposeRequest
+from engine.types import Outcome, Prepared, PrepareReply, PrepareRequest, Proposal, ProposeItem, ProposeReply, ProposeRequest
 
 Patch = pytest.MonkeyPatch
 RatioRule = Callable[[Drafts, TargetProbs, DraftProbs, Tensor, Draw], Verdicts]
@@ -228,3 +229,78 @@ def test_coupled_drafts_may_be_cut_by_what_was_drawn(monkeypatch: pytest.MonkeyP
         assert result.p > LEVEL
         assert result.num_accepted > 0
         assert result.num_drafted < uncut[name].num_drafted
+
+
+# --- wrong caches -----------------------------------------------------------------------------------------------------------
+
+
+class OneNoise(TableModel):
+    """Draws every prepared draft of a sequence with the same noise: that of the first outcome it ever prepared for."""
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        keys = sampling._round_keys
+
+        def first(sequences: Sequence[SampledSequence], stream: Stream, device: torch.device) -> Tensor:
+            if stream is not Stream.DRAFT:
+                return keys(sequences, stream, device)
+            shortened = [dataclasses.replace(s, ids=s.ids[: s.prompt_length], num_drawn=0) for s in sequences]
+            return keys(shortened, stream, device)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "_round_keys", first)
+            return super().prepare(request)
+
+
+class ChangedOutcomes(TableModel):
+    """Prepares as it should, but some of what it prepared is dropped, or another of several drafts is taken."""
+
+    def __init__(self, change: Callable[[Prepared], Prepared]):
+        super().__init__(BAD_DRAFT)
+        self._change = change
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        reply = super().prepare(request)
+        return replace(reply, prepared=tuple(map(self._change, reply.prepared)))
+
+
+def _without_unlikely_outcomes(prepared: Prepared) -> Prepared:
+    """Drop the drafts whose first token the draft finds rather unlikely: the request then takes a plain step."""
+    return replace(prepared, outcomes=tuple(o for o in prepared.outcomes if Q[o.token][o.tokens[0]] >= 0.3))
+
+
+def _cut_before_unlikely(prepared: Prepared) -> Prepared:
+    """Cut the drafts before the first token that the draft finds rather unlikely, but for the first."""
+    return replace(prepared, outcomes=tuple(map(_cut, prepared.outcomes)))
+
+
+def _cut(outcome: Outcome) -> Outcome:
+    likely = [Q[before][token] >= 0.3 for before, token in itertools.pairwise(outcome.tokens)]
+    count = 1 + (likely.index(False) if False in likely else len(likely))
+    return replace(outcome, tokens=outcome.tokens[:count], probs=outcome.probs and outcome.probs[:count])
+
+
+WRONG_CACHES: dict[str, Callable[[], DraftSource]] = {
+    "the noise of another outcome": lambda: OneNoise(BAD_DRAFT),
+    "unlikely drafts dropped": lambda: ChangedOutcomes(_without_unlikely_outcomes),
+    "unlikely tokens cut": lambda: ChangedOutcomes(_cut_before_unlikely),
+}
+EVERYTHING_PREPARED = FixedDepth(DEPTH, fan_out=VOCAB, asks=False)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("wrong", WRONG_CACHES)
+def test_the_chi_square_test_finds_wrong_caches(rule: str, wrong: str) -> None:
+    """Bug guarded: a statistical test of prepared drafts without the power to see what can go wrong with them. Noise that is
+    used again takes more texts to see than the other errors."""
+    num_texts = (5 if wrong == "the noise of another outcome" else 3) * NUM_TEXTS
+    sampled = sample(rule, {"texts": {}}, WRONG_CACHES[wrong](), policy=EVERYTHING_PREPARED, num_texts=num_texts)
+    assert sampled["texts"].p < LEVEL
+    assert sum(sampled["texts"].hits.values()) > NUM_TEXTS
+
+
+@pytest.mark.parametrize("wrong", WRONG_CACHES)
+def test_under_coupled_no_cache_is_wrong(wrong: str) -> None:
+    """Bug guarded: the rule that is free of these traps falls into them after all."""
+    sampled = sample("coupled", {"texts": {}}, WRONG_CACHES[wrong](), policy=EVERYTHING_PREPARED)
+    assert sampled["texts"].p > LEVEL
+    assert sampled["texts"].num_accepted > 0

@@ -16,7 +16,9 @@ LIGHT = (
     "engine.round",
     "engine.drivers",
     "engine.text",
+    "engine.drafting",
     "engine.propose.ngram",
+    "engine.propose.outcomes",
     *(f"autoscale.{module.name}" for module in pkgutil.iter_modules(autoscale.__path__) if module.name != "serve_adapter"),
 )
 IMPORT_EVERYTHING = (

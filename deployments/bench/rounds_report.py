@@ -197,9 +197,9 @@ def print_report(result: dict[str, Any], console: Console) -> None:
         console.print(
             f"hop, 64 ids: {result['hop_ms_p50']:.3f} ms over a stream, {result['actor_hop_ms_p50']:.3f} ms by actor call"
         )
-    if large is not None:
+    for name, row in large.items():
         console.print(
-            f"batch 256 (emulated): {large['router_ms_per_round']} ms of router CPU per round of {large['round_ms']} ms"
+            f"batch 256 (emulated), {name}: {row['router_ms_per_round']} ms of router CPU per round of {row['round_ms']} ms"
         )
     if hits is not None:
         kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in hits["by_kind"].items() if share is not None)

@@ -53,8 +53,9 @@ class AcceptanceEstimator:
         self._requests.setdefault(request_id, _Counts()).add(accepted, tested, REQUEST_DECAY)
         while len(self._positions) < tested:
             self._positions.append(_Counts())
-        for position in range(tested):
-            self._positions[position].add(int(position < accepted), 1, CLASS_DECAY)
+        for position, counts in enumerate(self._positions[:tested]):
+            counts.accepted = CLASS_DECAY * counts.accepted + (position < accepted)
+            counts.tested = CLASS_DECAY * counts.tested + 1
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that ended; the class keeps what it learned from it."""

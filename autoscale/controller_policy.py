@@ -7,14 +7,17 @@ from typing import Any
 import msgspec
 
 from autoscale.acceptance import survival
-from autoscale.cost_model import RoundCost
+from autoscale.cost_model import OverlapCost, RoundCost
 from autoscale.depth import choose_depth
+from autoscale.hit_rate import HitLaws
+from autoscale.overlap import overlap_price_table
 from autoscale.price import break_even_batch, price_at, price_table
 from autoscale.signals import (
     ArrivalRate,
     ClusterState,
     DepthTable,
     LaneReport,
+    OverlapReport,
     PriceRow,
     StepTimes,
     expected_batch,
@@ -44,7 +47,7 @@ class ControllerPolicy:
         self._lane_timeout_s = lane_timeout_s
         self._lanes: dict[str, _Lane] = {}
         self._now_s = -math.inf
-        self._prices: tuple[PriceRow, ...] = ()
+        self._prices: tuple[tuple[PriceRow, ...], tuple[PriceRow, ...]] = ((), ())
         self._version = 0
         self._anomalies: Counter[str] = Counter()
 
@@ -87,17 +90,24 @@ class ControllerPolicy:
         state = self.state(now_s)
         cost = self._cost()
         prices = () if cost.target.is_default else price_table(state.acceptance, cost, self._max_depth)
-        if prices != self._prices:
-            self._prices = prices
+        overlapped = self._overlapped_prices(state.acceptance, cost) if prices else ()
+        if (prices, overlapped) != self._prices:
+            self._prices = (prices, overlapped)
             self._version += 1
-        reason = _reason(state, prices)
-        return DepthTable(prices=prices, predicted_batch=state.predicted_batch, reason=reason, version=self._version)
+        return DepthTable(
+            prices=prices,
+            overlapped_prices=overlapped,
+            predicted_batch=state.predicted_batch,
+            reason=_reason(state, overlapped if self._mostly_overlapped() else prices),
+            version=self._version,
+        )
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """The decision and what it rests on, for people and metrics. Batches are per lane."""
         state, table = self.state(now_s), self.table(now_s)
         batch = max(state.actual_batch, state.predicted_batch, 1.0)
-        current = price_at(table.prices, batch) if table.prices else None
+        rows = table.overlapped_prices if self._mostly_overlapped() else table.prices
+        current = price_at(rows, batch) if rows else None
         reachable = survival(state.acceptance, self._max_depth)
         return {
             "qps": state.arrival_rate,
@@ -110,7 +120,9 @@ class ControllerPolicy:
             "price": current,
             "depth": None if current is None else choose_depth(reachable, current, self._max_depth),
             "lanes": sorted(self._lanes),
-            "break_even_batch": break_even_batch(table.prices),
+            "break_even_batch": break_even_batch(rows),
+            "hit_rate": _mean([overlap.hit_rate for overlap in self._overlapped()]),
+            "overlapped_lanes": len(self._overlapped()),
             "reason": table.reason,
             "version": table.version,
             "anomalies": dict(self._anomalies),
@@ -132,7 +144,32 @@ class ControllerPolicy:
     def _cleaned(self, report: LaneReport, previous: LaneReport | None) -> LaneReport:
         bad = [name for name in _NUMBERS if not (math.isfinite(getattr(report, name)) and getattr(report, name) >= 0)]
         self._anomalies["bad_fields"] += len(bad)
-        return msgspec.structs.replace(report, **{name: _last_good(previous, name) for name in bad})
+        overlap = report.overlap
+        if not _is_sound(overlap):
+            self._anomalies["bad_fields"] += 1
+            overlap = previous.overlap if previous is not None else OverlapReport()
+        return msgspec.structs.replace(report, overlap=overlap, **{name: _last_good(previous, name) for name in bad})
+
+    def _overlapped(self) -> list[OverlapReport]:
+        """Of the lanes whose rounds overlap now."""
+        return [lane.report.overlap for lane in self._lanes.values() if lane.report.overlap.is_active]
+
+    def _mostly_overlapped(self) -> bool:
+        return 2 * len(self._overlapped()) > len(self._lanes)
+
+    def _overlapped_prices(self, acceptance: float, cost: RoundCost) -> tuple[PriceRow, ...]:
+        """As the lanes that overlap would compute them, from what all of them measured."""
+        overlaps = self._overlapped()
+        if not overlaps:
+            return ()
+        laws = HitLaws(**{name: _mean([getattr(o.laws, name) for o in overlaps]) for name in HitLaws.__struct_fields__})
+        cost = msgspec.structs.replace(cost, hop_s=_mean([overlap.hop_s for overlap in overlaps]))
+        beside = OverlapCost(
+            cost,
+            _mean([overlap.target_slowdown for overlap in overlaps]),
+            _mean([overlap.draft_slowdown for overlap in overlaps]),
+        )
+        return overlap_price_table(min(round(acceptance, 2), 0.98), beside.rounded(), laws.rounded(), self._max_depth)
 
     def _cost(self) -> RoundCost:
         reports = [lane.report for lane in self._lanes.values()]
@@ -158,6 +195,13 @@ def _last_good(previous: LaneReport | None, name: str) -> float:
         return 0
     value: float = getattr(previous, name)
     return value
+
+
+def _is_sound(overlap: OverlapReport) -> bool:
+    laws = [getattr(overlap.laws, name) for name in HitLaws.__struct_fields__]
+    numbers = [overlap.hit_rate, overlap.num_rows, overlap.hop_s, *laws]
+    factors = [overlap.target_slowdown, overlap.draft_slowdown]
+    return all(math.isfinite(n) and n >= 0 for n in numbers) and all(math.isfinite(f) and f > 0 for f in factors)
 
 
 def _mean(values: list[float] | list[int], weights: list[int] | None = None) -> float:

@@ -17,6 +17,8 @@ FACTOR_WEIGHT = 0.05
 RELAX_WEIGHT = 0.002
 """What was learned is halved in about 350 rounds without a measurement."""
 DEFAULT_SECONDS_PER_TOKEN = 1e-3
+TRUSTED_BEYOND = 4.0
+"""A profile is continued to so many times its largest step when outcomes are counted."""
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -77,14 +79,15 @@ class StepCost(msgspec.Struct, frozen=True):
         The factor is an exponentially weighted average of measured over profiled time, each clipped to `FACTOR_RANGE`.
         Times that are not finite and positive change nothing.
         """
-        if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and measured_s > 0 and predicted_s > 0):
-            return self
-        ratio = min(max(self.factor * measured_s / predicted_s, FACTOR_RANGE[0]), FACTOR_RANGE[1])
-        return msgspec.structs.replace(self, factor=self.factor + FACTOR_WEIGHT * (ratio - self.factor))
+        return msgspec.structs.replace(self, factor=corrected_factor(self.factor, measured_s, predicted_s))
 
     def relaxed(self) -> "StepCost":
         """This cost with its factor moved back towards 1, by `RELAX_WEIGHT`: for a round that could not measure it."""
-        return msgspec.structs.replace(self, factor=self.factor + RELAX_WEIGHT * (1 - self.factor))
+        return msgspec.structs.replace(self, factor=relaxed_factor(self.factor))
+
+    def rounded(self) -> "StepCost":
+        """Close to this, and equal for factors that hardly differ: as a key of remembered decisions."""
+        return msgspec.structs.replace(self, factor=_rounded_factor(self.factor))
 
     def _slope_to(self, index: int) -> float:
         """Slope of the line that ends at point ``index``; the last index + 1 means the extrapolation."""
@@ -107,7 +110,7 @@ class RoundCost(msgspec.Struct, frozen=True):
     draft: StepCost | None = None
     """By rows; None = drafts cost nothing (n-gram)."""
     hop_s: float = 0.0
-    """Paid once in every round that asks the draft."""
+    """To the draft and back; paid once in every round that asks it."""
 
     @classmethod
     def measured(cls, target: StepTimes, draft: StepTimes | None, hop_s: float = 0.0) -> "RoundCost":
@@ -132,3 +135,73 @@ class RoundCost(msgspec.Struct, frozen=True):
         """``T(b, K) = T_target(b (K + 1)) + K * T_draft(b) + hop [K > 0]`` in seconds."""
         drafting = depth * self.draft_time(batch) + self.hop_s if depth > 0 else 0.0
         return self.target.time(batch * (depth + 1)) + drafting
+
+
+class OverlapCost(msgspec.Struct, frozen=True):
+    """Time of one overlapped round: the target verifies while the draft prepares the next round.
+
+    Where both share cores, memory or a link, each is slower then than alone: two factors of their own, learned from such
+    rounds only, carry that.
+    """
+
+    alone: RoundCost
+    target_slowdown: float = 1.0
+    draft_slowdown: float = 1.0
+
+    def verify_time(self, num_tokens: float) -> float:
+        """Seconds of a forward of the target beside a draft that prepares."""
+        return self.target_slowdown * self.alone.target.time(num_tokens)
+
+    def prepare_time(self, num_tokens: float, num_rows: float, depth: int) -> float:
+        """Seconds until the prepared drafts are there, beside a target that verifies.
+
+        The first forward holds what is being verified (``num_tokens``), the ``depth`` others one row for every outcome.
+        """
+        steps_s = self.alone.draft_time(num_tokens) + depth * self.alone.draft_time(num_rows)
+        return self.draft_slowdown * steps_s * self._beyond_profile(num_rows) + self.alone.hop_s
+
+    def _beyond_profile(self, num_rows: float) -> float:
+        """No measurement says that rows are still cheap far beyond the largest one: from there on they cost their share."""
+        return 1.0 if self.alone.draft is None else max(1.0, num_rows / (TRUSTED_BEYOND * self.alone.draft.tokens[-1]))
+
+    def corrected(self, *, verify: tuple[float, float], prepare: tuple[float, float]) -> "OverlapCost":
+        """Learn from an overlapped round; each pair is (measured, predicted) seconds, 0 where there is none."""
+        return msgspec.structs.replace(
+            self,
+            target_slowdown=corrected_factor(self.target_slowdown, *verify),
+            draft_slowdown=corrected_factor(self.draft_slowdown, *prepare),
+        )
+
+    def relaxed(self) -> "OverlapCost":
+        """For a round without overlap: what was learned fades, so that overlap that was left is tried again."""
+        return msgspec.structs.replace(
+            self, target_slowdown=relaxed_factor(self.target_slowdown), draft_slowdown=relaxed_factor(self.draft_slowdown)
+        )
+
+    def rounded(self) -> "OverlapCost":
+        """Close to this, and equal for costs that hardly differ: as a key of remembered decisions."""
+        alone = self.alone
+        draft = None if alone.draft is None else alone.draft.rounded()
+        return OverlapCost(
+            RoundCost(alone.target.rounded(), draft, round(alone.hop_s, 4)),
+            _rounded_factor(self.target_slowdown),
+            _rounded_factor(self.draft_slowdown),
+        )
+
+
+def corrected_factor(factor: float, measured_s: float, predicted_s: float) -> float:
+    """``factor`` moved towards what would have predicted the measurement; ``predicted_s`` was made with ``factor``."""
+    if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and measured_s > 0 and predicted_s > 0):
+        return factor
+    ratio = min(max(factor * measured_s / predicted_s, FACTOR_RANGE[0]), FACTOR_RANGE[1])
+    return factor + FACTOR_WEIGHT * (ratio - factor)
+
+
+def relaxed_factor(factor: float) -> float:
+    """``factor`` moved back towards 1 by `RELAX_WEIGHT`."""
+    return factor + RELAX_WEIGHT * (1 - factor)
+
+
+def _rounded_factor(factor: float) -> float:
+    """To steps of 2 %."""
+    return float(math.exp(round(50 * math.log(factor)) / 50))

@@ -1,14 +1,18 @@
 """The depth of every request of one lane, round by round: what the scheduler asks and what it reports back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from autoscale.acceptance import AcceptanceEstimator, survival
-from autoscale.cost_model import RoundCost, StepCost
-from autoscale.depth import choose_depth
-from autoscale.price import best_depth, price, price_at
-from autoscale.signals import DepthTable, StepTimes
+from autoscale.acceptance import AcceptanceEstimator
+from autoscale.cost_model import OverlapCost, RoundCost, StepCost
+from autoscale.depth import depth_at
+from autoscale.hit_rate import HitLaws
+from autoscale.overlap import Overlap, ask_gains, best_overlap, worth_waiting_s
+from autoscale.prepared import OverlapLearner
+from autoscale.price import best_depth, price, price_at, throughput
+from autoscale.signals import DepthTable, OverlapReport, StepTimes
 from autoscale.stabilise import DwellGate, GateMemory
 from engine.types import StepReport
 
@@ -19,6 +23,12 @@ PROBE_INTERVAL_MIN = 4
 PROBE_BACKOFF = 4
 PROBE_ALPHA = 0.9
 """A good draft. Where even this one would not pay, or lane and request are as good already, a probe has nothing to find."""
+PROBE_ROUNDS = 3
+"""A probe waits so many rounds for a draft that has to catch up first."""
+MODEL_ROUNDS = 8
+"""Rounds for which the model of overlapped rounds keeps what it was given: searching it takes the time of some 50 requests."""
+OVERLAP_MARGIN = 1.05
+"""Overlap that was left must promise this much more than sequential rounds to be taken up again."""
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -32,6 +42,23 @@ class _Plan(msgspec.Struct, frozen=True):
     may_probe: bool
     from_controller: bool
     now_s: float
+    sequential: float
+    """Tokens per second of sequential rounds at the effective batch, as modelled."""
+    candidate: Overlap | None
+    """The best overlapped rounds; None where nothing can be prepared."""
+    is_overlapped: bool
+    model_alpha: float
+    cost: OverlapCost
+    laws: HitLaws
+    """These three: rounded, what `candidate` was found with."""
+    depths: dict[str, int]
+    """Answers of `LanePolicy.depth` in this round."""
+    guesses: dict[tuple[float, int], tuple[int, ...]]
+    """Answers of `LanePolicy.fan_out` in this round, by acceptance and draft length."""
+
+    @property
+    def overlap(self) -> Overlap | None:
+        return self.candidate if self.is_overlapped else None
 
     @property
     def effective_batch(self) -> float:
@@ -49,7 +76,15 @@ class LanePolicy:
     batch: when the load is the reason for depth 0, no draft work is done at all. The interval falls to 16 and 4 rounds while
     first draft tokens are accepted and rises again with each one that is not. The probes of all requests fall into the same
     rounds, so that the other rounds have no draft step.
+
+    **Overlap.** Where the source can prepare (``overlaps``), rounds are sequential or overlapped, whichever has the larger
+    modelled throughput (`autoscale.overlap`): left as soon as it does not pay, taken up again with a margin and after a dwell.
+    Hits, step times and hops are learned from the rounds themselves; after overlap was left, what was learned fades, so that it
+    is tried again after some hundred rounds.
     """
+
+    overlaps: bool
+    """Whether the source can prepare now (an n-gram source cannot); may change at any time."""
 
     def __init__(
         self,
@@ -60,24 +95,37 @@ class LanePolicy:
         dwell_s: float = 1.0,
         fixed_depth: int | None = None,
         hop_s: float = 0.0,
+        fan_out: int | None = None,
+        overlaps: bool = False,
     ):
         """Build from the workers' start-up profiles, (tokens or rows, seconds).
 
         ``draft_step_times`` None or empty: drafts cost nothing. ``fixed_depth`` (``speculation.depth``) bypasses everything but
-        the room of a request.
+        the room of a request. ``hop_s`` is the way to the draft and back. ``fan_out`` (``speculation.fan_out``): None chooses
+        by the cost model, a number guesses so many tokens for every number of accepted ones, 0 keeps rounds sequential.
         """
+        self.overlaps = overlaps
         self._max_depth = max_depth
-        self._cost = RoundCost.measured(target_step_times, draft_step_times, hop_s)
+        self._cost = OverlapCost(RoundCost.measured(target_step_times, draft_step_times, hop_s))
         self._fixed_depth = fixed_depth
+        self._depths = tuple(range(max_depth + 1)) if fixed_depth is None else (fixed_depth,)
+        self._fan_out = fan_out
         self._acceptance = AcceptanceEstimator(prior_alpha)
+        self._learner = OverlapLearner(HitLaws())
         self._gate = DwellGate(dwell_s)
         self._gate_memory = GateMemory()
+        self._overlap_memory = GateMemory()
         self._table: DepthTable | None = None
         self._table_at_s: float | None = None
         self._plan: _Plan | None = None
         self._plan_is_current = False
-        self._round = 1
+        self._round = PROBE_ROUNDS
+        """Beyond the probe that rounds 0, 1, ... would be."""
+        self._inputs = self._current_inputs()
+        self._inputs_from = self._round
         self._probe_intervals: dict[str, int] = {}
+        self._drafted_in: dict[str, int] = {}
+        """Round in which a request last had a draft."""
         self._drafted: set[str] = set()
         self._drafted_before: set[str] = set()
 
@@ -94,29 +142,88 @@ class LanePolicy:
     @property
     def target_step_times(self) -> StepTimes:
         """(tokens, seconds) as corrected online, for the lane's report; empty if nothing was measured."""
-        return self._cost.target.points
+        return self._cost.alone.target.points
 
     @property
     def draft_step_times(self) -> StepTimes:
         """(rows, seconds) as corrected online, for the lane's report; empty if drafts cost nothing."""
-        return () if self._cost.draft is None else self._cost.draft.points
+        return () if self._cost.alone.draft is None else self._cost.alone.draft.points
+
+    @property
+    def overlap_report(self) -> OverlapReport:
+        """What is known of overlapped rounds, for the lane's report."""
+        overlap = self._plan.overlap if self._plan is not None else None
+        return OverlapReport(
+            is_active=overlap is not None and overlap.depth > 0,
+            hit_rate=self._learner.hit_rate,
+            num_rows=overlap.num_rows if overlap is not None else 0.0,
+            laws=self._learner.laws,
+            target_slowdown=self._cost.target_slowdown,
+            draft_slowdown=self._cost.draft_slowdown,
+            hop_s=self._cost.alone.hop_s,
+        )
 
     def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
         """Draft tokens that this request gets in this round, 0..room, when ``batch_size`` requests decode."""
         if self._fixed_depth is not None:
             return max(0, min(self._fixed_depth, room))
-        deepest = min(self._max_depth, room)
-        if deepest <= 0:
+        if min(self._max_depth, room) <= 0:
             return 0
         plan = self._plan_round(batch_size, now_s)
-        paying = choose_depth(self._acceptance.survival(request_id, deepest), plan.price, room) if plan.is_open else 0
-        return paying or self._probe_depth(request_id, plan)
+        depth = plan.depths[request_id] = self._wanted_depth(request_id, room, plan)
+        return depth
+
+    def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
+        """Outcomes to prepare while a draft of ``draft_length`` tokens is verified: guesses for 0..draft_length accepted.
+
+        Empty: prepare nothing. Then rounds are sequential now, or the request is not to speculate.
+        """
+        plan = self._plan_later(batch_size, now_s)
+        if plan.overlap is None:
+            return ()
+        depth = plan.depths.get(request_id)
+        if depth is None:
+            depth = self._wanted_depth(request_id, self._max_depth, plan)
+        if depth == 0:
+            return ()
+        key = (round(20 * self._acceptance.alpha(request_id)) / 20, draft_length)
+        guesses = plan.guesses.get(key)
+        if guesses is None:
+            guesses = plan.guesses[key] = plan.overlap.guesses(*key, plan.laws)
+        if not any(guesses):
+            return ()
+        self._learner.note(request_id, key[0], guesses, depth)
+        return guesses
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        """Draft tokens to ask for, and wait for, on behalf of requests of which nothing is prepared: (id, planned depth).
+
+        0: they take a plain step. In sequential rounds everybody is asked as deep as was planned. The caller leaves out
+        requests that prefill or that the draft would first have to catch up with.
+        """
+        deepest = max((planned for _, planned in missed), default=0)
+        plan = self._plan_later(batch_size, now_s)
+        if plan.overlap is None or deepest == 0:
+            return deepest
+        overlap = self._best_overlap(batch_size, plan)
+        survivals = [0.0] * deepest
+        for request_id, planned in missed:
+            for position, probability in enumerate(self._acceptance.survival(request_id, planned)):
+                survivals[position] += probability
+        gains = ask_gains(survivals, len(missed), batch_size, overlap, plan.cost)
+        return max(range(deepest + 1), key=lambda depth: gains[depth])
+
+    def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
+        """Longest time to wait for the prepared drafts of ``num_expected`` requests that are not here when a round begins."""
+        plan = self._plan_later(batch_size, now_s)
+        return 0.0 if plan.overlap is None else worth_waiting_s(num_expected, self._best_overlap(batch_size, plan))
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: after every round in which the request had one."""
         self._acceptance.observe(request_id, drafted, accepted)
         if drafted > 0:
             self._drafted.add(request_id)
+            self._drafted_in[request_id] = self._round
             interval = self._probe_intervals.get(request_id, PROBE_INTERVAL)
             interval = interval // PROBE_BACKOFF if accepted > 0 else interval * PROBE_BACKOFF
             self._probe_intervals[request_id] = min(max(interval, PROBE_INTERVAL_MIN), PROBE_INTERVAL)
@@ -125,6 +232,7 @@ class LanePolicy:
         """Forget a request that ended."""
         self._acceptance.forget(request_id)
         self._probe_intervals.pop(request_id, None)
+        self._drafted_in.pop(request_id, None)
 
     def report(self, report: StepReport, now_s: float) -> None:
         """Learn from a finished round; ``now_s`` also dates a table that came since the round was planned.
@@ -134,12 +242,15 @@ class LanePolicy:
         self._fresh_table(now_s)
         self._round += 1
         self._plan_is_current = False
-        target, draft = self._cost.target, self._cost.draft
-        if report.num_target_tokens > 0 and report.num_prefill_tokens == 0:
+        alone = self._cost.alone
+        target, draft = alone.target, alone.draft
+        is_plain = report.num_target_tokens > 0 and report.num_prefill_tokens == 0
+        if is_plain and not self._learner.is_preparing:
             target = target.corrected(report.verify_time_s, target.time(report.num_target_tokens))
-        if draft is not None:
+        if draft is not None and not self._learner.has_prepared:
             draft = self._corrected_draft(draft, report)
-        self._cost = RoundCost(target, draft, self._cost.hop_s)
+        cost = msgspec.structs.replace(self._cost, alone=RoundCost(target, draft, alone.hop_s))
+        self._cost = self._learner.learn(report, cost)
         self._drafted, self._drafted_before = set(), self._drafted
 
     def update_table(self, table: DepthTable) -> None:
@@ -149,8 +260,7 @@ class LanePolicy:
     def update_target_cost(self, target_step_times: StepTimes) -> None:
         """The target was measured again: (tokens, seconds). An empty profile changes nothing."""
         if target_step_times:
-            self._cost = msgspec.structs.replace(self._cost, target=StepCost.measured(target_step_times))
-            self._plan_is_current = False
+            self._replace_alone(msgspec.structs.replace(self._cost.alone, target=StepCost.measured(target_step_times)))
 
     def update_draft_cost(self, draft_step_times: StepTimes) -> None:
         """Another draft answers from now on: (rows, seconds) of its profile. An empty one changes nothing.
@@ -158,17 +268,18 @@ class LanePolicy:
         Nobody measured it, or there is no draft at the moment; neither makes a draft model free.
         """
         if draft_step_times:
-            self._cost = self._cost.with_draft(draft_step_times)
-            self._plan_is_current = False
+            self._replace_alone(self._cost.alone.with_draft(draft_step_times))
 
     def explain(self) -> dict[str, Any]:
-        """Batch, price, acceptance and depth of the last planned round, and in one sentence why."""
-        if self._fixed_depth is not None:
-            return {"depth": self._fixed_depth, "reason": f"depth {self._fixed_depth}: fixed by speculation.depth"}
-        if self._plan is None:
-            return {"depth": 0, "reason": "no request has decoded yet"}
+        """Batch, price, acceptance, depth and mode of the last planned round, and in one sentence why."""
         plan = self._plan
-        depth = choose_depth(survival(plan.alpha, self._max_depth), plan.price, self._max_depth) if plan.is_open else 0
+        mode = {} if plan is None else self._explain_mode(plan)
+        if self._fixed_depth is not None:
+            reason = f"depth {self._fixed_depth}: fixed by speculation.depth"
+            return {"depth": self._fixed_depth, **mode, "reason": reason + (self._mode_reason(plan) if plan else "")}
+        if plan is None:
+            return {"depth": 0, "reason": "no request has decoded yet"}
+        depth = depth_at(plan.alpha, plan.price, self._deepest(plan)) if plan.is_open else 0
         return {
             "batch": plan.batch,
             "predicted_batch": plan.predicted_batch,
@@ -176,10 +287,16 @@ class LanePolicy:
             "alpha": plan.alpha,
             "depth": depth,
             "price_from": "controller" if plan.from_controller else "lane",
+            **mode,
             "reason": self._reason(plan, depth),
         }
 
+    def _replace_alone(self, alone: RoundCost) -> None:
+        self._cost = msgspec.structs.replace(self._cost, alone=alone)
+        self._inputs, self._plan_is_current = self._current_inputs(), False
+
     def _plan_round(self, batch_size: int, now_s: float) -> _Plan:
+        """The plan of this round, made when its first depth is asked for."""
         batch = max(batch_size, 1)
         plan = self._plan
         if plan is None or not self._plan_is_current or (plan.batch, plan.now_s) != (batch, now_s):
@@ -187,18 +304,91 @@ class LanePolicy:
             self._plan, self._plan_is_current = plan, True
         return plan
 
+    def _plan_later(self, batch_size: int, now_s: float) -> _Plan:
+        """The plan of this round for what is asked after the depths, perhaps at a later time: no change of mind in a round."""
+        plan = self._plan
+        if plan is not None and self._plan_is_current and plan.batch == max(batch_size, 1):
+            return plan
+        return self._plan_round(batch_size, now_s)
+
     def _make_plan(self, batch: int, now_s: float) -> _Plan:
         table = self._fresh_table(now_s)
         predicted = table.predicted_batch if table else 0.0
         effective = max(batch, predicted)
-        alpha = self._acceptance.prior
-        if table and table.prices:
-            current = price_at(table.prices, effective)
+        alpha, alone = self._acceptance.prior, self._cost.alone
+        if self._round >= self._inputs_from + MODEL_ROUNDS:
+            self._inputs, self._inputs_from = self._current_inputs(), self._round
+        model_alpha, cost, laws = self._inputs
+        sequential = max(throughput(effective, depth, model_alpha, cost.alone) for depth in self._depths)
+        candidate = self._candidate(effective, model_alpha, cost, laws)
+        is_overlapped = self._chooses_overlap(candidate, sequential, now_s)
+        overlap = candidate if is_overlapped else None
+        rows = (table.overlapped_prices if overlap else table.prices) if table else ()
+        if rows:
+            current = price_at(rows, effective)
+        elif overlap:
+            current = overlap.price(alpha)
         else:
-            current, _ = price(effective, alpha, self._cost, self._max_depth)
+            current, _ = price(effective, alpha, alone, self._max_depth)
         is_open, self._gate_memory = self._gate.step(current, alpha, self._gate_memory, now_s)
-        may_probe = best_depth(effective, PROBE_ALPHA, self._cost, self._max_depth) > 0
-        return _Plan(batch, predicted, current, alpha, is_open, may_probe, bool(table and table.prices), now_s)
+        good = self._candidate(effective, PROBE_ALPHA, cost, laws) if overlap else None
+        may_probe = (good.depth if good else best_depth(effective, PROBE_ALPHA, alone, self._max_depth)) > 0
+        return _Plan(
+            batch=batch,
+            predicted_batch=predicted,
+            price=current,
+            alpha=alpha,
+            is_open=is_open,
+            may_probe=may_probe,
+            from_controller=bool(rows),
+            now_s=now_s,
+            sequential=sequential,
+            candidate=candidate,
+            is_overlapped=is_overlapped,
+            model_alpha=model_alpha,
+            cost=cost,
+            laws=laws,
+            depths={},
+            guesses={},
+        )
+
+    def _candidate(self, batch: float, alpha: float, cost: OverlapCost, laws: HitLaws) -> Overlap | None:
+        if not self.overlaps or self._fan_out == 0:
+            return None
+        return best_overlap(_two_digits(batch), alpha, cost, laws, self._depths, self._fan_out)
+
+    def _current_inputs(self) -> tuple[float, OverlapCost, HitLaws]:
+        return _rounded_alpha(self._acceptance.prior), self._cost.rounded(), self._learner.laws.rounded()
+
+    def _best_overlap(self, batch_size: int, plan: _Plan) -> Overlap:
+        """The overlapped rounds of the batch that is there, not of the one that is expected: what waiting costs now."""
+        overlap = self._candidate(batch_size, plan.model_alpha, plan.cost, plan.laws) or plan.candidate
+        assert overlap is not None
+        return overlap
+
+    def _chooses_overlap(self, candidate: Overlap | None, sequential: float, now_s: float) -> bool:
+        """Where nothing pays, neither way is better: the lane stays as it is."""
+        if candidate is None:
+            return False
+        if self._fan_out is not None:
+            return True
+        if candidate.depth > 0 or sequential > candidate.throughput:
+            pays, pays_clearly = (candidate.throughput > factor * sequential for factor in (1.0, OVERLAP_MARGIN))
+            _, self._overlap_memory = self._gate.step_by(pays, pays_clearly, self._overlap_memory, now_s)
+        return self._overlap_memory.is_open
+
+    def _deepest(self, plan: _Plan) -> int:
+        """No request drafts deeper: in overlapped rounds, what the draft prepares in time, or more where that pays."""
+        return self._max_depth if plan.overlap is None else min(plan.overlap.deepest, self._max_depth)
+
+    def _wanted_depth(self, request_id: str, room: int, plan: _Plan) -> int:
+        if self._fixed_depth is not None:
+            return min(self._fixed_depth, room)
+        if plan.is_open:
+            paying = depth_at(self._acceptance.alpha(request_id), plan.price, min(self._deepest(plan), room))
+            if paying:
+                return paying
+        return self._probe_depth(request_id, plan)
 
     def _fresh_table(self, now_s: float) -> DepthTable | None:
         if self._table is None:
@@ -210,7 +400,9 @@ class LanePolicy:
     def _probe_depth(self, request_id: str, plan: _Plan) -> int:
         if not plan.may_probe or min(plan.alpha, self._acceptance.alpha(request_id)) >= PROBE_ALPHA:
             return 0
-        return int(self._round % self._probe_intervals.get(request_id, PROBE_INTERVAL) == 0)
+        since_start = self._round % self._probe_intervals.get(request_id, PROBE_INTERVAL)
+        was_drafted = self._drafted_in.get(request_id, -1) >= self._round - since_start
+        return int(since_start < PROBE_ROUNDS and not was_drafted)
 
     def _corrected_draft(self, draft: StepCost, report: StepReport) -> StepCost:
         """Learn from rounds in which every drafting request had a draft the round before too.
@@ -226,17 +418,47 @@ class LanePolicy:
         return draft.corrected(report.draft_time_s, max(report.depths) * draft.time(rows))
 
     def _reason(self, plan: _Plan, depth: int) -> str:
-        if self._cost.target.is_default:
+        alone = self._cost.alone
+        if alone.target.is_default:
             return "speculation off: the target's step times were not measured"
         state = f"depth {depth}" if depth else "speculation off"
         predicted = f" ({plan.predicted_batch:.1f} expected)" if plan.predicted_batch > plan.batch else ""
-        token_ms = 1e3 * self._cost.target.slope(plan.effective_batch)
-        draft_ms = 1e3 * self._cost.draft_time(plan.effective_batch)
+        token_ms = 1e3 * alone.target.slope(plan.effective_batch)
+        draft_ms = 1e3 * alone.draft_time(plan.effective_batch)
         sentence = (
             f"{state}: {plan.batch} request{'s' * (plan.batch > 1)} running{predicted}, verifying one more token costs "
             f"{token_ms:.2f} ms and a draft step {draft_ms:.2f} ms, so a draft token must survive with more than "
             f"{plan.price:.2f}; the first one does with {plan.alpha:.2f}"
         )
         if depth == 0 and plan.price < plan.alpha:
-            return f"{sentence}; it stays off until that has held clearly for {self._gate.dwell_s:g} s"
-        return sentence
+            sentence += f"; it stays off until that has held clearly for {self._gate.dwell_s:g} s"
+        return sentence + self._mode_reason(plan)
+
+    def _explain_mode(self, plan: _Plan) -> dict[str, Any]:
+        told: dict[str, Any] = {"mode": "overlapped" if plan.overlap else "sequential"}
+        if plan.overlap:
+            told["fan_out"] = plan.overlap.guesses(plan.alpha, plan.overlap.depth, plan.laws)
+            told["hit_rate"] = self._learner.hit_rate
+        return told
+
+    def _mode_reason(self, plan: _Plan) -> str:
+        candidate = plan.candidate
+        if candidate is None:
+            return ""
+        rates = f"{candidate.throughput:.0f} tokens/s against {plan.sequential:.0f}"
+        if plan.overlap:
+            chosen = "" if self._fan_out is None else " (speculation.fan_out is set)"
+            return (
+                f"; rounds overlap{chosen}: with {candidate.num_rows:.0f} outcomes prepared per request and "
+                f"{candidate.hit_rate:.0%} of the rounds drafted, {rates} in sequential rounds"
+            )
+        return f"; rounds are sequential: overlapped ones would make {rates}"
+
+
+def _two_digits(batch: float) -> int:
+    """The batch as a key of remembered decisions."""
+    return max(int(float(f"{batch:.2g}")), 1)
+
+
+def _rounded_alpha(alpha: float) -> float:
+    return min(round(50 * alpha) / 50, 0.98)

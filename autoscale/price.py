@@ -48,9 +48,16 @@ def price(batch: float, alpha: float, cost: RoundCost, max_depth: int) -> tuple[
     if depth == 0:
         return PRICE_OFF, 0
     marginal_s = (cost.time(batch, depth) - cost.time(batch, depth - 1)) / batch
-    lowest = alpha ** (depth + 1) if depth < max_depth else 0.0
     raw = throughput(batch, depth, alpha, cost) * marginal_s
-    return min(max(raw, lowest), alpha**depth * _BELOW), depth
+    return clipped_price(raw, alpha, depth, max_depth), depth
+
+
+def clipped_price(raw: float, alpha: float, depth: int, max_depth: int) -> float:
+    """``raw`` held where a request of acceptance ``alpha`` gets exactly ``depth``; `PRICE_OFF` for depth 0."""
+    if depth == 0:
+        return PRICE_OFF
+    lowest = alpha ** (depth + 1) if depth < max_depth else 0.0
+    return min(max(raw, lowest), alpha**depth * _BELOW)
 
 
 def price_table(alpha: float, cost: RoundCost, max_depth: int) -> tuple[PriceRow, ...]:

@@ -4,11 +4,30 @@ import math
 
 import msgspec
 
+from autoscale.hit_rate import HitLaws
+
 StepTimes = tuple[tuple[float, float], ...]
 """Measured steps of a model: (tokens in one forward, seconds)."""
 
 PriceRow = tuple[int, float, int]
 """(batch size of a lane, price, depth that a request of average acceptance gets at this price)."""
+
+
+class OverlapReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lane knows of drafting while the target verifies."""
+
+    is_active: bool = False
+    """Rounds overlap now; false: they are sequential, or the source cannot prepare."""
+    hit_rate: float = 0.0
+    """Share of the last few hundred outcomes that were prepared and there in time."""
+    num_rows: float = 0.0
+    """Outcomes prepared per request and round, by the last plan."""
+    laws: HitLaws = HitLaws()
+    target_slowdown: float = 1.0
+    """Step time beside the other model over that alone."""
+    draft_slowdown: float = 1.0
+    hop_s: float = 0.0
+    """To the draft and back, as learned from rounds that waited for it."""
 
 
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +49,7 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     target_step_times: StepTimes = ()
     draft_step_times: StepTimes = ()
     """(rows, seconds); empty when drafts cost nothing."""
+    overlap: OverlapReport = OverlapReport()
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +72,13 @@ class DepthTable(msgspec.Struct, frozen=True, kw_only=True):
     """What the controller publishes to every lane."""
 
     prices: tuple[PriceRow, ...] = ()
-    """By increasing batch; empty while no lane has sent its step times."""
+    """For sequential rounds, by increasing batch; empty while no lane has sent its step times."""
+    overlapped_prices: tuple[PriceRow, ...] = ()
+    """For overlapped rounds; empty while no lane has them."""
     predicted_batch: float = 0.0
     reason: str = ""
     version: int = 0
-    """Changes with ``prices``."""
+    """Changes with the prices."""
 
 
 class ArrivalRate(msgspec.Struct, frozen=True):

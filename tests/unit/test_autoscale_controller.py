@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from autoscale.controller_policy import ControllerPolicy
-from autoscale.cost_model import RoundCost
+from autoscale.cost_model import OverlapCost, RoundCost
+from autoscale.hit_rate import HitLaws
+from autoscale.overlap import overlap_price_table
 from autoscale.price import TABLE_BATCHES, price_table
-from autoscale.signals import DepthTable, LaneReport
+from autoscale.signals import DepthTable, LaneReport, OverlapReport
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CPU_TARGET = tuple(zip(SIZES, (0.022, 0.024, 0.025, 0.033, 0.044, 0.070, 0.120), strict=True))
@@ -190,3 +192,57 @@ def test_reports_and_tables_cross_the_wire():
     report, table = _lane(), DepthTable(prices=((1, 0.5, 2),), predicted_batch=1.5, reason="why", version=3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=LaneReport) == report
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=DepthTable) == table
+
+
+def _overlapping(name, **fields):
+    return _lane(name, overlap=OverlapReport(is_active=True, hit_rate=0.7, num_rows=12.0, **fields))
+
+
+def test_overlapped_lanes_get_prices_of_their_own():
+    """Bug guarded: a table in which every position pays for a draft step, published to lanes that hide their drafts."""
+    policy = ControllerPolicy(max_depth=8)
+    policy.ingest(_overlapping("a", target_slowdown=1.25, draft_slowdown=1.5, hop_s=0.001), 0.0)
+    table = policy.table(0.0)
+    beside = OverlapCost(RoundCost.measured(CPU_TARGET, CPU_DRAFT, 0.001), 1.25, 1.5)
+    assert table.overlapped_prices == overlap_price_table(0.85, beside.rounded(), HitLaws().rounded(), 8)
+    assert table.prices == price_table(0.85, RoundCost.measured(CPU_TARGET, CPU_DRAFT), 8)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=DepthTable) == table
+
+
+def test_without_overlapped_lanes_there_are_no_such_prices():
+    """Bug guarded: time spent on, and a version that changes with, a table that nobody uses."""
+    policy = ControllerPolicy(max_depth=8)
+    policy.ingest(_lane(), 0.0)
+    assert policy.table(0.0).overlapped_prices == ()
+    before = policy.table(0.0).version
+    policy.ingest(_overlapping("b"), 0.1)
+    assert policy.table(0.1).overlapped_prices
+    assert policy.table(0.1).version == before + 1
+
+
+def test_the_snapshot_speaks_of_the_mode_of_most_lanes():
+    """Bug guarded: a dashboard with the depth and the break-even of rounds that no lane plays."""
+    cheap = ((1, 0.003), (64, 0.003))
+    policy = ControllerPolicy(max_depth=8)
+    policy.ingest(_lane("a", draft_step_times=cheap, target_step_times=((1, 0.03), (600, 0.03))), 0.0)
+    assert (policy.snapshot(0.0)["depth"], policy.snapshot(0.0)["overlapped_lanes"]) == (7, 0)
+    for name in ("b", "c"):
+        overlap = OverlapReport(is_active=True, hit_rate=0.75)
+        report = _lane(name, draft_step_times=cheap, target_step_times=((1, 0.03), (600, 0.03)), overlap=overlap)
+        policy.ingest(report, 0.0)
+    shot = policy.snapshot(0.0)
+    assert (shot["depth"], shot["overlapped_lanes"], shot["hit_rate"]) == (8, 2, 0.75)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"hit_rate": math.nan}, {"draft_slowdown": 0.0}, {"laws": HitLaws(lost=-1.0)}, {"hop_s": math.inf}]
+)
+def test_a_broken_overlap_report_is_replaced_and_counted(bad):
+    """Bug guarded: one NaN from one lane in the prices of all that overlap."""
+    policy = ControllerPolicy(max_depth=8)
+    policy.ingest(_overlapping("a"), 0.0)
+    before = policy.table(0.0)
+    policy.ingest(_lane("a", overlap=OverlapReport(is_active=True, **bad)), 0.1)
+    assert policy.table(0.1).overlapped_prices == before.overlapped_prices
+    assert policy.snapshot(0.1)["anomalies"]["bad_fields"] == 1
+    assert policy.snapshot(0.1)["hit_rate"] == 0.7

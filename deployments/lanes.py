@@ -19,7 +19,9 @@ from engine.types import Delta, GenerateRequest
 logger = logging.getLogger("ray.serve")
 MAX_RESUMES = 3
 WAIT_FOR_LANE_S = 60.0
-"""A request waits this long while no lane takes it: at start, and while the only lane is being replaced."""
+"""A new request waits this long while no lane takes it."""
+RESUME_WAIT_S = 300.0
+"""A request that lost its lane waits longer: the only lane may have to load its model again, and the work would be lost."""
 RETRY_S = 0.5
 """A lane that was lost is left alone for this long; a lane that is dead leaves the directory after some seconds."""
 OPEN_REQUESTS = "open_requests"
@@ -74,13 +76,15 @@ class StreamLanes:
         tls: Tls | None = None,
         *,
         patience_s: float = WAIT_FOR_LANE_S,
+        resume_patience_s: float = RESUME_WAIT_S,
         clock: Clock = time.monotonic,
     ):
-        """``name`` tells the lanes who calls; ``patience_s`` bounds the wait for a lane that takes a request."""
+        """``name`` tells the lanes who calls; the patience bounds the wait for a lane that takes a request."""
         self._secret = secret
         self._name = name
         self._tls = tls
         self._patience_s = patience_s
+        self._resume_patience_s = resume_patience_s
         self._clock = clock
         self._lanes: dict[str, _Lane] = {}
         self._changed = asyncio.Event()
@@ -122,7 +126,7 @@ class StreamLanes:
             except _NotTaken as error:
                 logger.info("a lane did not take request %s: %s", request.request_id, error)
             except _LaneLost as error:
-                before, num_lost, deadline_s = last, num_lost + 1, self._clock() + self._patience_s
+                before, num_lost, deadline_s = last, num_lost + 1, self._clock() + self._resume_patience_s
                 logger.warning("request %s lost its lane (%s) and goes on in another", request.request_id, error)
         raise LaneError(f"the request lost its lane {num_lost} times")
 

@@ -103,7 +103,9 @@ class Router:
         config, key = parse_config(tree), repr(sorted(tree["speculation"].items()))
         if afresh or key not in self._policies:
             self._policies[key] = _build_policy(config, self._info)
+            self._policies[key].update_draft_cost(self._announced)
         self._policy = self._scheduler.policy = self._policies[key]
+        self._policy.overlaps = self._draft.prepares
         if afresh:
             await asyncio.gather(*self._calibrations)
             self._calibrations_due_s = [time.monotonic() + CALIBRATE_EVERY_S]
@@ -161,6 +163,7 @@ class Router:
         lost = await self._draft.update(self._drafts)
         if lost:
             self._scheduler.forget_draft(lost)
+        self._policy.overlaps = self._draft.prepares
         if isinstance(self._draft, DraftPool) and self._draft.announced_step_times != self._announced:
             self._announced = self._draft.announced_step_times
             self._policy.update_draft_cost(self._announced)
@@ -206,6 +209,7 @@ class Router:
             mean_depth=counters.mean_depth(now_s),
             target_step_times=self._policy.target_step_times,
             draft_step_times=self._policy.draft_step_times,
+            overlap=self._policy.overlap_report,
         )
         return LaneStatus(
             load=load,
@@ -253,6 +257,7 @@ def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
         draft_step_times=None,
         dwell_s=config.controller.dwell_s,
         fixed_depth=fixed,
+        fan_out=None if config.speculation.fan_out == "auto" else config.speculation.fan_out,
     )
 
 

@@ -40,8 +40,9 @@ QUEUED_FRAMES = 64
 MAX_REASON_CHARACTERS = 2000
 STALLED_AFTER_S = 600.0
 """A call whose reader takes nothing for this long is ended."""
-KEEPALIVE_S = 2.0
-KEEPALIVE_TIMEOUT_S = 3.0
+KEEPALIVE_S = 3.0
+KEEPALIVE_TIMEOUT_S = 7.0
+"""Long enough for a machine that is far too busy: a link that is wrongly taken for cut costs a prefill."""
 CONNECT_TIMEOUT_S = 3.0
 TLS_NAME = "outrider"
 """The DNS name that every process's certificate is for: addresses of actors are not known beforehand."""
@@ -56,6 +57,8 @@ _MORE, _LEAVE = "$more", "$leave"
 _TRANSPORT_OPTIONS = [
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    # Without it gRPC waits a minute for a process that is stopped: its kernel still acknowledges what is sent.
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_ping_strikes", 0),
@@ -154,7 +157,8 @@ def read_tls(config: StreamsConfig) -> Tls | None:
             raise ConfigError(f"streams.{name}: cannot read {path}: {error.strerror}") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
+        # With a password, if an empty one, it does not ask the terminal for that of an encrypted key.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
     except ssl.SSLError as error:
         raise ConfigError(f"streams.tls_cert and streams.tls_key are no PEM pair that fits: {error.reason or error}") from None
     try:
@@ -355,10 +359,14 @@ class _Window:
         self._opened = asyncio.Event()
 
     def open(self, num_answers: int) -> None:
+        """The reader has taken some; raises `WireError` for a number that makes no sense."""
+        if not 0 < num_answers <= WINDOW:
+            raise WireError(f"a reader may ask for 1 to {WINDOW} more answers, not {num_answers}")
         self._free = min(self._free + num_answers, WINDOW)
         self._opened.set()
 
     async def take(self, patience_s: float) -> None:
+        """Wait until one more may be sent; raises `WireError` when that takes too long."""
         if not self._free:
             self._opened.clear()
             try:

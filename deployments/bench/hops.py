@@ -87,15 +87,19 @@ def measure_hops(num_ids: int = 64, num_calls: int = 500) -> Hops:
     if own:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        answering = ray.remote(num_cpus=0)(_Answering).remote()
-        asking = ray.remote(num_cpus=0)(_Asking).remote(answering, ray.get(answering.address.remote()))
+        answering = _start(_Answering)
+        asking = _start(_Asking, answering, ray.get(answering.address.remote()))
         stream_s, actor_s = ray.get(asking.measure.remote(num_ids, num_calls))
-        for actor in (asking, answering):
-            ray.kill(actor)
+        ray.kill(asking)
+        ray.kill(answering)
     finally:
         if own:
             ray.shutdown()
     return Hops(num_ids=num_ids, num_calls=num_calls, stream_ms=_quartiles(stream_s), actor_ms=_quartiles(actor_s))
+
+
+def _start(actor_class: type, *arguments: Any) -> Any:
+    return ray.remote(num_cpus=0)(actor_class).remote(*arguments)
 
 
 async def _time_in_turn(call: Callable[[], Awaitable[ProposeReply]]) -> list[float]:

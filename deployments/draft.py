@@ -44,6 +44,7 @@ class Draft:
             target_fingerprint=target_fingerprint,
             info=self._model.info,
             protocol=PROTOCOL_VERSION,
+            prepares=self._model.prepares,
             process_id=os.getpid(),
         )
         self._announcing = asyncio.create_task(self._announce())

@@ -99,8 +99,6 @@ class DraftPool:
     Answers for another round, for sequences that were not asked for, and second answers are dropped and counted in ``dropped``.
     """
 
-    prepares = True
-
     def __init__(self, name: str, target_fingerprint: str, timeout_s: float, connect: Connect, clock: Clock = time.monotonic):
         """``timeout_s``: longest wait of a round for its drafts. ``connect`` makes a stream that opens at the first call."""
         self.name = name
@@ -124,6 +122,11 @@ class DraftPool:
     def available(self) -> bool:
         """Whether some replica can be asked now."""
         return any(replica.usable for replica in self._replicas.values())
+
+    @property
+    def prepares(self) -> bool:
+        """Whether some replica can fork sequences: without that, rounds are sequential."""
+        return any(replica.report.prepares for replica in self._replicas.values())
 
     @property
     def state(self) -> str:
@@ -177,11 +180,19 @@ class DraftPool:
             if moved_house or (replica.missing and not replica.usable) or replica.missing >= MISSING_UPDATES:
                 lost |= replica.requests
                 await self._drop(name)
+        self._forget_answers(lost)
         for name, draft in fitting.items():
             if name not in self._replicas:
                 self._replicas[name] = _Replica(draft, self._connect(draft))
         self._probe_failed()
         return lost
+
+    def _forget_answers(self, lost: set[str]) -> None:
+        """Nobody expects an answer about a request that lost its draft."""
+        self._arrived = [
+            msgspec.structs.replace(reply, prepared=tuple(one for one in reply.prepared if one.sequence_id not in lost))
+            for reply in self._arrived
+        ]
 
     def _misfit(self, draft: DraftReport) -> str | None:
         if draft.target_fingerprint != self._fingerprint:
@@ -359,7 +370,6 @@ class DraftPool:
             old.requests.discard(sequence_id)
             old.releases[sequence_id] = None
         new.requests.add(sequence_id)
-        new.releases.pop(sequence_id, None)
         self._homes[sequence_id] = new
 
     def _note_released(self, sequence_ids: Iterable[str]) -> None:

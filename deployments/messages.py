@@ -34,6 +34,8 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     info: ModelInfo
     protocol: int = 0
     """Version of the stream protocol that it speaks; 0 from a release that did not say."""
+    prepares: bool = True
+    """Whether its model can fork sequences, which preparing outcomes takes."""
     process_id: int = 0
     work: DraftWork = DraftWork()
 

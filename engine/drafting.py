@@ -134,13 +134,12 @@ def _take_prepared(scheduler: Scheduler, speculating: list[Planned], drafts: Dra
     for item in speculating:
         request = item.request
         taken = scheduler.outcomes.take(request.id, request.ids)
+        if taken.kind is not None:
+            (drafts.misses if taken.outcome is None else drafts.hits)[taken.kind] += 1
         if taken.outcome is None:
             missed.append(item)
-            if taken.kind is not None:
-                drafts.misses[taken.kind] += 1
             item.miss_reason = taken.reason
             continue
-        drafts.hits[taken.kind or "plain"] += 1
         tokens, probs = taken.outcome.tokens[: item.depth], taken.outcome.probs
         drafts.proposals[request.id] = Proposal(
             sequence_id=request.id, tokens=tokens, probs=probs[: item.depth] if probs is not None else None

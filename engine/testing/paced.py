@@ -215,6 +215,8 @@ class PacedDraft(_PacedModel):
 
     name = "model"
     """As `DraftSource.name`."""
+    prepares = True
+    """As `DraftModel.prepares`."""
 
     def __init__(
         self,

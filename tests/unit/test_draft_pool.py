@@ -35,7 +35,7 @@ from engine.types import (
 )
 
 DEPTH = 2
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 
 
 class Lane:
@@ -203,7 +203,10 @@ async def test_the_holder_of_a_sequence_is_told_of_its_end() -> None:
     holder = home(lane.pool, cluster, "r0")
     lane.end("r0")
     await lane.propose()
+    assert holder.calls[-1][1].release == ("r0",)
     assert len(sequences(holder)) == 1
+    await lane.propose()
+    assert holder.calls[-1][1].release == (), "once is enough"
     assert sum(lane.pool.requests_per_draft.values()) == 3
 
 
@@ -558,6 +561,28 @@ async def test_a_replica_that_goes_with_a_prepare_outstanding_leaves_nothing_beh
     cluster["a"].answer()
     await turns()
     assert await lane.collect() == {}
+
+
+async def test_answers_about_a_request_that_lost_its_draft_are_dropped() -> None:
+    """Bug guarded: the failed prepare of a replica that is gone surprises the round, which has forgotten that it asked."""
+    cluster = FakeCluster("a")
+    lane = Lane(await cluster.pool())
+    lane.begin("r0")
+    cluster["a"].dead = True
+    lane.prepare()
+    await turns()
+    del cluster.replicas["a"]
+    assert await lane.pool.update(()) == {"r0"}
+    assert await lane.collect() == {}
+
+
+@pytest.mark.parametrize(("able", "prepares"), [((True, False), True), ((False, False), False)], ids=["one", "none"])
+async def test_rounds_are_sequential_where_no_draft_can_fork(able: tuple[bool, ...], prepares: bool) -> None:
+    """Bug guarded: a draft whose cache cannot be forked is told to prepare for ever, and no round ever has a draft in time."""
+    cluster = FakeCluster()
+    for number, can in enumerate(able):
+        cluster.replicas[f"d{number}"] = FakeReplica(f"d{number}", prepares=can)
+    assert (await cluster.pool()).prepares is prepares
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------------

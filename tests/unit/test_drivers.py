@@ -3,6 +3,7 @@ edges."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -96,16 +97,32 @@ class RemoteDraft:
         return tuple(prepared)
 
 
+class Patient(FixedDepth):
+    """Waits for prepared drafts, a quarter of a second for each."""
+
+    def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
+        return num_expected / 4
+
+
 class Lane:
     """An `AsyncDriver` that runs, its models, and what it reported."""
 
-    def __init__(self, target: RemoteTarget | None = None, *, depth: int = 3, max_batch: int = 8, max_waiting: int = 100):
+    def __init__(
+        self,
+        target: RemoteTarget | None = None,
+        *,
+        depth: int = 3,
+        fan_out: int = 0,
+        max_batch: int = 8,
+        max_waiting: int = 100,
+    ):
         self.target = target or RemoteTarget()
         self.draft = RemoteDraft()
+        self.draft.prepares = fan_out > 0
         self.clock = FakeClock()
         self.reports: list[StepReport] = []
         self.scheduler = Scheduler(
-            self.target.model.info, FixedDepth(depth), max_batch=max_batch, prefill_tokens=64, max_waiting=max_waiting
+            self.target.model.info, Patient(depth, fan_out), max_batch=max_batch, prefill_tokens=64, max_waiting=max_waiting
         )
         self.driver = AsyncDriver(self.target, self.draft, self.scheduler, None, self.reports.append, self.clock)
 
@@ -366,6 +383,102 @@ async def test_no_fault_of_the_draft_reaches_a_user(
     assert lane.reports[-2].num_accepted > 0, "the draft is used again afterwards"
 
 
+# --- prepared drafts --------------------------------------------------------------------------------------------------------
+
+
+async def test_prepared_drafts_need_no_asking() -> None:
+    """Bug guarded: the driver drops what was prepared, or asks the draft although the answer is there."""
+    async with running(Lane(fan_out=1)) as lane:
+        prompts = {str(i): [i + 1, 2 * i + 1] for i in range(5)}
+        texts = await asyncio.gather(*(lane.tokens(name, prompt) for name, prompt in prompts.items()))
+        assert texts == [expected(prompt, 12) for prompt in prompts.values()]
+    assert lane.draft.model.requests == []
+    hits = sum((Counter(report.hits) for report in lane.reports), Counter[str]())
+    assert hits == {"plain": 5, "bonus": 10}
+    assert set(lane.draft.patience_s) == {0.0, 1.25}, "a round waits for those that it needs, not for those that ended"
+
+
+async def test_the_target_is_asked_at_the_same_time() -> None:
+    """Bug guarded: the verify waits until the draft has prepared, so that nothing overlaps."""
+    lane = Lane(fan_out=1)
+    lane.target.gate.clear()
+    async with running(lane):
+        stream = asyncio.create_task(lane.tokens("a", [1]))
+        await lane.target.asked.wait()
+        assert lane.draft.model.prepare_requests, "sent before the target has answered"
+        lane.target.gate.set()
+        assert await stream == expected([1], 12)
+
+
+async def test_a_draft_that_prepares_late_is_asked_instead() -> None:
+    """Bug guarded: answers that do not come stall the rounds, or come to a round to which they do not belong."""
+    lane = Lane(fan_out=1)
+    collect = lane.draft.collect
+
+    async def late(patience_s: float) -> tuple[PrepareReply, ...]:
+        return tuple(reply for reply in await collect(patience_s) if reply.round_id % 2)
+
+    lane.draft.collect = late  # type: ignore[method-assign]
+    async with running(lane):
+        assert await lane.tokens("a", [1], max_tokens=40) == expected([1], 40)
+    misses = sum((Counter(report.misses) for report in lane.reports), Counter[str]())
+    assert misses["late"] == len(lane.draft.model.requests) > 2
+
+
+@pytest.mark.parametrize("broken", ["prepare", "collect"])
+async def test_a_draft_that_cannot_prepare_is_asked_instead(broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug guarded: an exception on the way to what is prepared fails every running request."""
+    caplog.set_level(logging.CRITICAL)
+    lane = Lane(fan_out=1)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("a bug in the pool")
+
+    setattr(lane.draft, broken, fail)
+    async with running(lane):
+        assert await lane.tokens("a", [1]) == expected([1], 12)
+    assert lane.draft.model.requests
+
+
+async def test_waiting_for_drafts_is_exposed_time() -> None:
+    """Bug guarded: time for which a round waits for the draft, asked for or prepared, counts as hidden behind the target; or
+    the time of the target counts as waiting."""
+    lane = Lane(fan_out=1)
+    propose, collect = lane.draft.propose, lane.draft.collect
+
+    async def slow_propose(request: ProposeRequest) -> ProposeReply:
+        lane.clock.advance(2.0)
+        return await propose(request)
+
+    async def slow_collect(patience_s: float) -> tuple[PrepareReply, ...]:
+        lane.clock.advance(0.5)
+        await collect(patience_s)
+        return ()
+
+    lane.draft.propose, lane.draft.collect = slow_propose, slow_collect  # type: ignore[method-assign]
+    lane.target.before = lambda request: lane.clock.advance(8.0)
+    async with running(lane):
+        await lane.tokens("a", [1])
+    assert [report.exposed_time_s for report in lane.reports] == [0.0, 2.5, 2.5, 2.5]
+    assert [report.round_time_s for report in lane.reports] == [8.0, 10.5, 10.5, 10.5]
+    assert [report.draft_time_s for report in lane.reports] == [0.0, 0.001, 0.001, 0.001]
+
+
+async def test_a_client_that_leaves_while_its_draft_is_prepared() -> None:
+    """Bug guarded: the answer about a cancelled request raises, is counted as a fault, or is given to its successor."""
+    lane = Lane(fan_out=1)
+    async with running(lane):
+        stays = asyncio.create_task(lane.tokens("stays", [40], max_tokens=60))
+        stream = lane.stream("same", [1], max_tokens=400)
+        await anext(stream)
+        await stream.aclose()
+        while lane.scheduler.find("same") is not None:  # noqa: ASYNC110 - the driver tells nobody that it dropped a request
+            await asyncio.sleep(0)
+        assert await lane.tokens("same", [2]) == expected([2], 12)
+        assert await stays == expected([40], 60)
+    assert lane.fallbacks == {}
+
+
 async def test_a_cancelled_driver_does_not_take_it_for_a_fault_of_the_draft() -> None:
     """Bug guarded: catching everything around the draft also catches the cancellation, and the lane cannot be stopped."""
     lane = Lane()
@@ -512,9 +625,9 @@ async def test_a_report_that_fails_costs_no_request(caplog: pytest.LogCaptureFix
 # --- in one process ---------------------------------------------------------------------------------------------------------
 
 
-def _sync(source: ScriptedDraft | None, max_waiting: int = 10) -> SyncDriver:
+def _sync(source: ScriptedDraft | None, max_waiting: int = 10, fan_out: int = 0) -> SyncDriver:
     target = ScriptedTarget(next_token)
-    scheduler = Scheduler(target.info, FixedDepth(3), max_batch=2, prefill_tokens=64, max_waiting=max_waiting)
+    scheduler = Scheduler(target.info, FixedDepth(3, fan_out), max_batch=2, prefill_tokens=64, max_waiting=max_waiting)
     return SyncDriver(target, source, scheduler, clock=FakeClock())
 
 
@@ -535,6 +648,38 @@ def test_without_a_source_nobody_is_asked() -> None:
     """Bug guarded: a driver without a draft crashes at the first round with a depth."""
     driver = _sync(None)
     assert [token for delta in driver.generate([_request("a", [1])]) for token in delta.token_ids] == expected([1], 6)
+
+
+def test_a_source_may_be_unavailable_in_one_process_too() -> None:
+    """Bug guarded: a source that says that it cannot answer now fails the whole generation, where the router goes on."""
+
+    class Away(ScriptedDraft):
+        def propose(self, request: ProposeRequest) -> ProposeReply:
+            raise DraftUnavailable("away")
+
+        def prepare(self, request: PrepareRequest) -> PrepareReply:
+            raise DraftUnavailable("away")
+
+    driver = _sync(Away(next_token), fan_out=2)
+    driver.add(_request("a", [1]))
+    tokens, reasons = [], Counter[str]()
+    while driver.scheduler.running or driver.scheduler.waiting:
+        result = driver.step()
+        tokens += [token for delta in result.deltas for token in delta.token_ids]
+        reasons.update(result.report.fallbacks)
+    assert tokens == expected([1], 6)
+    assert reasons == {"away": 4}, "the first token comes without a draft, the last has no room for one"
+
+
+def test_a_bug_of_a_source_in_this_process_is_raised() -> None:
+    """Bug guarded: what a test's source asserts about the messages is swallowed, so that the test cannot fail."""
+
+    class Broken(ScriptedDraft):
+        def propose(self, request: ProposeRequest) -> ProposeReply:
+            raise AssertionError("what a test checks")
+
+    with pytest.raises(AssertionError, match="what a test checks"):
+        list(_sync(Broken(next_token)).generate([_request("a", [1])]))
 
 
 def test_too_many_requests_at_once_are_refused() -> None:

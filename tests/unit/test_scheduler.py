@@ -518,3 +518,62 @@ def test_another_draft_starts_from_nothing() -> None:
     assert lane.draft.requests[0].items[0].base_length == 0
     lane.run()
     assert lane.outputs["a"] == expected([1], 20)
+
+
+def test_some_requests_lose_their_draft() -> None:
+    """Bug guarded: one replica of several is gone, and the others' requests are sent again as a whole; or what the lost one
+    had still to say is believed, so that its successor is asked to go on with texts that it does not know."""
+    lane = Lane(depth=3)
+    lane.scheduler.policy = FixedDepth(3, fan_out=1)
+    for name, token in (("a", 1), ("b", 2), ("gone", 3)):
+        lane.add(name, [token], max_tokens=30)
+    for _ in range(3):
+        lane.step()
+    lane.driver.cancel("gone")
+    before = {request.id: request.draft_length for request in lane.scheduler.running}
+    lane.scheduler.forget_draft({"a", "gone", "never heard of"})
+    after = {request.id: (request.draft_length, request.draft_opened) for request in lane.scheduler.running}
+    assert after == {"a": (0, False), "b": (before["b"], True)}
+    assert before["b"] > 1
+    assert lane.scheduler.draft_released == [], "the replica that held it is gone"
+    lane.draft.sequences.pop("a")
+    report = lane.step().report
+    assert (report.hits, report.fallbacks) == ({"bonus": 1}, {"unexpected_answer": 2})
+    assert [(item.sequence_id, item.base_length) for item in lane.draft.requests[-1].items] == [("a", 0)]
+    assert min(item.base_length for item in lane.draft.prepare_requests[-1].items) > 1
+    lane.run()
+    assert (lane.outputs["a"], lane.outputs["b"]) == (expected([1], 30), expected([2], 30))
+
+
+def test_a_name_used_again_is_not_released_while_it_lives() -> None:
+    """Bug guarded: the draft is told late of a request's end, by a message in which the next request of that name is alive."""
+    lane = Lane(depth=3)
+    lane.add("same", [1], max_tokens=30)
+    lane.step()
+    lane.step()
+    lane.driver.cancel("same")
+    assert lane.scheduler.draft_released == ["same"]
+    lane.add("same", [2], max_tokens=30)
+    assert lane.scheduler.draft_released == []
+    lane.driver.cancel("same")
+    assert lane.scheduler.draft_released == ["same"], "even if the draft never heard of the second"
+
+
+@pytest.mark.parametrize(("prefill_tokens", "asked"), [(64, [1]), (16, [1, 1, 1])])
+def test_prompts_that_the_draft_may_read_have_a_depth(prefill_tokens: int, asked: list[int]) -> None:
+    """Bug guarded: the policy is asked for a batch of nobody, which divides by zero or looks like an empty lane."""
+
+    class Sizes(FixedDepth):
+        def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+            seen.append(batch_size)
+            return super().depth(request_id, room, batch_size, now_s)
+
+    seen: list[int] = []
+    lane = Lane(prefill_tokens=prefill_tokens)
+    lane.scheduler.policy = Sizes(3, fan_out=2)
+    lane.add("a", range(1, 45))
+    for _ in asked:
+        lane.step()
+    assert seen == asked
+    sent = [(item.depth, item.fan_out) for request in lane.draft.prepare_requests for item in request.items]
+    assert sent[-1] == (3, (2,)), "the first token may be foreseen already"

@@ -315,6 +315,9 @@ def test_without_room_the_likeliest_outcomes_are_prepared() -> None:
     draft = draft_model(kv_capacity_tokens=CPU_BLOCK_SIZE)
     (answer,) = prepare(draft, want("a", prompt, known, own, 2, 1))
     assert (answer.outcomes, answer.reason, answer.known_length) == ((), "kv_full", 60)
+    draft = draft_model(kv_capacity_tokens=2 * CPU_BLOCK_SIZE, prefix_cache=False)
+    (answer,) = prepare(draft, want("a", [*prompt, 5, 6, 7], known, [8], 3, (1, 0)))  # room for the copy, not for what follows
+    assert (answer.outcomes, answer.reason, num_owned(draft)) == ((), "kv_full", 1)
 
 
 def test_the_end_of_the_context_is_no_place_for_outcomes() -> None:
@@ -437,15 +440,18 @@ def test_logits_that_are_no_numbers_cost_only_what_follows_them() -> None:
         patch.setattr("engine.verify.ragged._random_ids", lambda count, vocab_size, seed: [3 + i for i in range(count)])
         draft = DraftModel(loaded, kv_capacity_tokens=1024)
     known = context([7, 9])
-    text, drafted, healthy = prepare(
+    certain = context([7, 9], logit_bias={50: 100.0})
+    text, drafted, healthy, guessed = prepare(
         draft,
         want("text", [7, 50], known, [8], 2, 1),
         want("draft", [7, 9], known, [8, 50], 2, 1),
         want("healthy", [7, 9], known, [8, 10], 2, 1),
+        want("guessed", [7, 9], certain, [], 2, 2),
     )
     assert (text.outcomes, text.reason) == ((), "bad_logits")
     assert ({o.accepted for o in drafted.outcomes}, drafted.reason) == ({0, 1}, None)
     assert {o.accepted for o in healthy.outcomes} == {0, 1, 2}
+    assert [(o.token == 50, o.tokens) for o in guessed.outcomes] == [(False, (50,))]
 
 
 def test_a_stateful_draft_catches_up_and_says_that_it_cannot_fork(caplog: pytest.LogCaptureFixture) -> None:
@@ -491,19 +497,20 @@ def test_the_likeliest_are_those_that_would_be_drawn_were_the_better_ones_not_th
 
 def test_fewer_are_likely_where_filters_leave_fewer() -> None:
     """Bug guarded: guesses with no chance at all filling the fan-out; rows of several rules mixed up; NaN as a guess."""
-    logits = torch.zeros(4, 8)
+    logits = torch.zeros(5, 8)
     logits[:, 3], logits[:, 5] = 4.0, 3.0
     logits[2] = torch.nan
     sequences = [
         SampledSequence(SamplingParams(temperature=1.0, top_k=2), 1, [1]),
         SampledSequence(SamplingParams(temperature=0.0), 1, [1, 2], (2,)),
         SampledSequence(SamplingParams(temperature=1.0, top_p=0.2, rule="block"), 1, [1]),
+        SampledSequence(SamplingParams(temperature=1.0, min_p=0.2, rule="rejection"), 1, [1]),
     ]
-    filtered, greedy, bad, block = likeliest_next(logits, sequences, (), 20)
+    filtered, greedy, bad, block, rejection = likeliest_next(logits, sequences, (), 20)
     assert set(filtered) == {3, 5}
     assert greedy == [3, 5, 0, 1, 2, 4, 6, 7]
-    assert (bad, block) == ([], [3])
-    assert likeliest_next(logits, sequences, (), 0) == [[]] * 4
+    assert (bad, block, rejection) == ([], [3], [3, 5])
+    assert likeliest_next(logits, sequences, (), 0) == [[]] * 5
     scores = torch.tensor([1.0, 2.0]) + noise.gumbel(
         noise.row_keys(torch.tensor([0]), torch.tensor([1]), Stream.COUPLED), torch.arange(2)
     )

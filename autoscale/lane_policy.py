@@ -203,9 +203,9 @@ class LanePolicy:
         """
         deepest = max((planned for _, planned in missed), default=0)
         plan = self._plan_later(batch_size, now_s)
-        if plan.overlap is None or deepest == 0:
+        overlap = self._overlap_now(batch_size, plan)
+        if overlap is None or deepest == 0:
             return deepest
-        overlap = self._best_overlap(batch_size, plan)
         survivals = [0.0] * deepest
         for request_id, planned in missed:
             for position, probability in enumerate(self._acceptance.survival(request_id, planned)):
@@ -215,8 +215,8 @@ class LanePolicy:
 
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
         """Longest time to wait for the prepared drafts of ``num_expected`` requests that are not here when a round begins."""
-        plan = self._plan_later(batch_size, now_s)
-        return 0.0 if plan.overlap is None else worth_waiting_s(num_expected, self._best_overlap(batch_size, plan))
+        overlap = self._overlap_now(batch_size, self._plan_later(batch_size, now_s))
+        return 0.0 if overlap is None else worth_waiting_s(num_expected, overlap)
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: after every round in which the request had one."""
@@ -319,7 +319,7 @@ class LanePolicy:
         if self._round >= self._inputs_from + MODEL_ROUNDS:
             self._inputs, self._inputs_from = self._current_inputs(), self._round
         model_alpha, cost, laws = self._inputs
-        sequential = max(throughput(effective, depth, model_alpha, cost.alone) for depth in self._depths)
+        sequential = max(throughput(_two_digits(effective), depth, model_alpha, cost.alone) for depth in self._depths)
         candidate = self._candidate(effective, model_alpha, cost, laws)
         is_overlapped = self._chooses_overlap(candidate, sequential, now_s)
         overlap = candidate if is_overlapped else None
@@ -360,11 +360,11 @@ class LanePolicy:
     def _current_inputs(self) -> tuple[float, OverlapCost, HitLaws]:
         return _rounded_alpha(self._acceptance.prior), self._cost.rounded(), self._learner.laws.rounded()
 
-    def _best_overlap(self, batch_size: int, plan: _Plan) -> Overlap:
+    def _overlap_now(self, batch_size: int, plan: _Plan) -> Overlap | None:
         """The overlapped rounds of the batch that is there, not of the one that is expected: what waiting costs now."""
-        overlap = self._candidate(batch_size, plan.model_alpha, plan.cost, plan.laws) or plan.candidate
-        assert overlap is not None
-        return overlap
+        if plan.overlap is None:
+            return None
+        return self._candidate(batch_size, plan.model_alpha, plan.cost, plan.laws) or plan.overlap
 
     def _chooses_overlap(self, candidate: Overlap | None, sequential: float, now_s: float) -> bool:
         """Where nothing pays, neither way is better: the lane stays as it is."""
@@ -457,7 +457,7 @@ class LanePolicy:
 
 def _two_digits(batch: float) -> int:
     """The batch as a key of remembered decisions."""
-    return max(int(float(f"{batch:.2g}")), 1)
+    return max(round(float(f"{batch:.2g}")), 1)
 
 
 def _rounded_alpha(alpha: float) -> float:

@@ -1,8 +1,9 @@
-"""What one hop costs: router → draft → router with the ids of a batch, over our streams and over Ray actor calls.
+"""What one hop costs: router → draft → router with the ids of a batch, as a message over our streams and over Ray actor calls.
 
 Both go between the same two actors, in turns within one run, so that whatever else the machine does hits both alike.
 """
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -47,11 +48,10 @@ class _Answering:
     async def address(self) -> str:
         return await self._server.start(ray.util.get_node_ip_address())
 
-    async def propose(self, body: bytes) -> bytes:
-        return msgspec.msgpack.encode(await self._propose(body, ""))
-
     async def _propose(self, body: bytes, caller: str) -> ProposeReply:
-        request = decode(body, ProposeRequest)
+        return await self.propose(decode(body, ProposeRequest))
+
+    async def propose(self, request: ProposeRequest) -> ProposeReply:
         proposals = tuple(Proposal(sequence_id=item.sequence_id, tokens=item.tokens) for item in request.items)
         return ProposeReply(round_id=request.round_id, proposals=proposals)
 
@@ -78,14 +78,15 @@ class _Asking:
         return await self._client.call("propose", request, ProposeReply, DEADLINE_S)
 
     async def _over_actor_call(self, request: ProposeRequest) -> ProposeReply:
-        return decode(await self._answering.propose.remote(msgspec.msgpack.encode(request)), ProposeReply)
+        reply: ProposeReply = await self._answering.propose.remote(request)
+        return reply
 
 
 def measure_hops(num_ids: int = 64, num_calls: int = 500) -> Hops:
     """Measure on the Ray that is running, or on one of two workers that is started and ended here."""
     own = not ray.is_initialized()
     if own:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         answering = _start(_Answering)
         asking = _start(_Asking, answering, ray.get(answering.address.remote()))

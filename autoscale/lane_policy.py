@@ -203,7 +203,7 @@ class LanePolicy:
         """
         deepest = max((planned for _, planned in missed), default=0)
         plan = self._plan_later(batch_size, now_s)
-        overlap = self._overlap_now(batch_size, plan)
+        overlap = self._overlap_now(batch_size, plan, plan.laws)
         if overlap is None or deepest == 0:
             return deepest
         survivals = [0.0] * deepest
@@ -214,8 +214,12 @@ class LanePolicy:
         return max(range(deepest + 1), key=lambda depth: gains[depth])
 
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
-        """Longest time to wait for the prepared drafts of ``num_expected`` requests that are not here when a round begins."""
-        overlap = self._overlap_now(batch_size, self._plan_later(batch_size, now_s))
+        """Longest time to wait for the prepared drafts of ``num_expected`` requests that are not here when a round begins.
+
+        Worth what it is if what is waited for comes: impatience that fed on the drafts it has lost would end all waiting.
+        """
+        plan = self._plan_later(batch_size, now_s)
+        overlap = self._overlap_now(batch_size, plan, msgspec.structs.replace(plan.laws, lost=0.0))
         return 0.0 if overlap is None else worth_waiting_s(num_expected, overlap)
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
@@ -360,11 +364,11 @@ class LanePolicy:
     def _current_inputs(self) -> tuple[float, OverlapCost, HitLaws]:
         return _rounded_alpha(self._acceptance.prior), self._cost.rounded(), self._learner.laws.rounded()
 
-    def _overlap_now(self, batch_size: int, plan: _Plan) -> Overlap | None:
+    def _overlap_now(self, batch_size: int, plan: _Plan, laws: HitLaws) -> Overlap | None:
         """The overlapped rounds of the batch that is there, not of the one that is expected: what waiting costs now."""
         if plan.overlap is None:
             return None
-        return self._candidate(batch_size, plan.model_alpha, plan.cost, plan.laws) or plan.overlap
+        return self._candidate(batch_size, plan.model_alpha, plan.cost, laws) or plan.overlap
 
     def _chooses_overlap(self, candidate: Overlap | None, sequential: float, now_s: float) -> bool:
         """Where nothing pays, neither way is better: the lane stays as it is."""

@@ -131,8 +131,11 @@ def _ask_options(
 
 
 def worth_waiting_s(num_expected: float, overlap: Overlap) -> float:
-    """Longest time to wait for the prepared drafts of ``num_expected`` requests: their hits' worth over the throughput."""
-    return num_expected * overlap.hit_rate * overlap.hit_value / overlap.throughput
+    """Longest time to wait for the prepared drafts of ``num_expected`` requests: their hits' worth over the throughput.
+
+    Their worth counts twice. A draft that is still at them when the verify begins cannot prepare the round after it either.
+    """
+    return 2 * num_expected * overlap.hit_rate * overlap.hit_value / overlap.throughput
 
 
 def overlap_price_table(

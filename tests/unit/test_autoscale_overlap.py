@@ -173,7 +173,7 @@ def test_waiting_is_worth_what_the_hits_are():
     overlap = best_overlap(8, 0.8, cost, _hits_at(0.8), (9,), 8)
     value = expected_tokens(0.8, 9) - 1
     assert overlap.hit_value == pytest.approx(value)
-    assert worth_waiting_s(8, overlap) == pytest.approx(8 * 0.8 * value / overlap.throughput)
+    assert worth_waiting_s(8, overlap) == pytest.approx(2 * 8 * 0.8 * value / overlap.throughput)
     assert worth_waiting_s(1, overlap) == pytest.approx(worth_waiting_s(8, overlap) / 8)
     assert worth_waiting_s(0, overlap) == 0.0
 

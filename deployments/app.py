@@ -160,11 +160,12 @@ class Api:
     async def _status(self) -> dict[str, Any]:
         snapshot, statuses = await asyncio.gather(self._snapshot(), self._lane_statuses())
         lanes = snapshot["lane_details"]
+        ready = any(not lane["leaving"] for lane in lanes)
         wants_draft = self._config.draft.source != "none" and self._config.speculation.max_depth > 0
         degraded = [f"lane {lane['lane_id']}: {lane['draft_state']}" for lane in lanes if lane["draft_state"] != "ok"]
         return {
-            "ready": bool(lanes),
-            "reason": None if lanes else "no lane is ready yet",
+            "ready": ready,
+            "reason": None if ready else "no lane is ready yet",
             "degraded": degraded if wants_draft else [],
             "lanes": len(lanes),
             "drafts": len(snapshot["drafts"]),

@@ -48,6 +48,7 @@ class Controller:
             "lane_details": [
                 {
                     "lane_id": lane.load.lane_id,
+                    "leaving": lane.leaving,
                     "running": lane.load.num_running,
                     "waiting": lane.load.num_waiting,
                     "tokens_per_s": lane.load.tokens_per_s,

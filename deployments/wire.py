@@ -65,6 +65,8 @@ _TRANSPORT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
     # Else a new stream shares the back-off of the broken one and fails although its server is back.
     ("grpc.use_local_subchannel_pool", 1),
+    # Proxies of the environment are for the way out of the cluster.
+    ("grpc.enable_http_proxy", 0),
 ]
 T = TypeVar("T")
 Handler = Callable[[bytes, str], Awaitable[msgspec.Struct]]

@@ -288,6 +288,8 @@ async def test_the_directory_lists_the_lanes_that_take_requests() -> None:
     await controller.report_lane(status("a", 3, leaving=True))
     assert [lane.lane_id for lane in (await controller.directory()).lanes] == ["b"]
     assert len(await controller.lanes()) == 2
+    details = (await controller.snapshot())["lane_details"]
+    assert [(lane["lane_id"], lane["leaving"]) for lane in details] == [("a", True), ("b", False)]
 
 
 def test_serve_scales_lanes_by_what_they_report() -> None:

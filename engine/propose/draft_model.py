@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 CATCH_UP_STEPS = 4
 """Steps of a single token that catching up may take while others wait for their outcomes: about a draft's worth."""
-UNMEASURED_TOKENS = 32
+LEAST_TOKENS = 16
+"""What is computed whatever the step times say: on a busy machine they may have been measured for a single token only."""
 
 Result = TypeVar("Result")
 
@@ -288,7 +289,7 @@ def affordable_tokens(step_times: Sequence[tuple[int, float]]) -> int:
     Where memory is the bound that is all of them; the int8 copy of SmolLM2-135M computes 16 on one core.
     """
     limit_s = CATCH_UP_STEPS * step_times[0][1] if step_times else 0.0
-    return max((tokens for tokens, seconds in step_times if seconds <= limit_s), default=UNMEASURED_TOKENS)
+    return max(LEAST_TOKENS, max((tokens for tokens, seconds in step_times if seconds <= limit_s), default=0))
 
 
 def _verifying(task: Task) -> Verifying:

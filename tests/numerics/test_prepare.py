@@ -353,7 +353,7 @@ def test_few_tokens_are_what_the_step_times_allow() -> None:
     """Bug guarded: a bound of a size that holds outcomes up on a CPU, or makes a GPU catch up for minutes."""
     assert affordable_tokens(((1, 0.010), (8, 0.028), (16, 0.039), (32, 0.058))) == 16
     assert affordable_tokens(((1, 0.004), (64, 0.005))) == 64
-    assert affordable_tokens(()) == 32
+    assert [affordable_tokens(times) for times in ((), ((1, 3.9),))] == [16, 16]  # hardly measured
 
 
 def test_a_full_batch_of_single_tokens_is_no_catching_up() -> None:

@@ -162,7 +162,7 @@ def _choose_asked(
     if not near:
         return []
     pairs = [(item.request.id, item.depth) for item in near]
-    depth = scheduler.policy.asked_depth(pairs, plan.batch_size, now_s)
+    depth = max(scheduler.policy.asked_depth(pairs, plan.batch_size, now_s), 0)
     for item in near:
         item.depth = min(item.depth, depth)
         if item.depth == 0 and item.miss_reason is not None:

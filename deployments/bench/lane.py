@@ -24,16 +24,12 @@ Text = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that run at the same time."""
+    """Requests that run at the same time: choices of one prompt, with a seed each."""
 
-    prompts: tuple[Text, ...]
+    prompt: Text
     num_tokens: int
+    batch: int = 1
     temperature: float = 1.0
-
-    @property
-    def batch(self) -> int:
-        """Requests."""
-        return len(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -112,10 +108,11 @@ class BenchLane:
         return lanes[0] if lanes else None
 
     def play(self, load: Load, seed: int = 0) -> tuple[list[str], Window]:
-        """Run the load, one HTTP request, to its end. Returns the texts, and what was counted while all of its prompts ran."""
+        """Run the load, one HTTP request, to its end. Returns the texts, and what was counted while all of its choices ran."""
         body = {
             "model": self._model,
-            "prompt": [list(prompt) for prompt in load.prompts],
+            "prompt": list(load.prompt),
+            "n": load.batch,
             "temperature": load.temperature,
             "seed": seed,
             "max_tokens": load.num_tokens,

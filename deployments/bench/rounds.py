@@ -8,7 +8,6 @@ its speculation settings between loads.
 
 import json
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +35,8 @@ from engine.testing.profiles import FILE_PREFIX
 console = Console(stderr=True)
 STEP_MS = 30.0
 MAX_DEPTH = 16
-PROMPT_TOKENS = 16
+MADE_UP_PROMPT: Text = tuple(range(1000, 1016))
+"""For models that read nothing."""
 WARM_UP_TOKENS = 120
 LARGE_BATCH = 256
 """At which the router's own work is measured."""
@@ -188,11 +188,11 @@ class RoundsBench:
 
     def _measure_cell(self, lane: BenchLane, condition: Condition, batch: int, on_arm: Callable[[str], None]) -> None:
         cell = Cell(condition.alpha, condition.c, condition.hop, batch)
-        load = Load(made_up_prompts(batch), self.size.num_tokens)
+        load = Load(MADE_UP_PROMPT, self.size.num_tokens, batch)
         for name, settings in self._arms(condition):
             on_arm(name)
             lane.use(settings, afresh=True)
-            lane.play(Load(load.prompts, WARM_UP_TOKENS), seed=1000)
+            lane.play(Load(MADE_UP_PROMPT, WARM_UP_TOKENS, batch), seed=1000)
             texts, window = lane.play(load)
             if window.counters["rounds"] == 0:
                 raise OutriderError(
@@ -219,7 +219,7 @@ class RoundsBench:
             for name, settings in LARGE_SETTINGS.items():
                 # Not afresh: lanes measure steps of 64 tokens at most; what the target announced knows how larger ones are.
                 lane.use(settings)
-                _, self.large[name] = lane.play(Load(made_up_prompts(LARGE_BATCH), self.size.large_tokens))
+                _, self.large[name] = lane.play(Load(MADE_UP_PROMPT, self.size.large_tokens, LARGE_BATCH))
 
     @property
     def _file(self) -> Path:
@@ -242,11 +242,11 @@ class RoundsBench:
         bar = self.progress.add_task("real pair", total=len(arms) * (2 * len(prompts) + 1))
         for _, settings in arms:
             lane.use(settings, afresh=True)
-            lane.play(Load((prompts[0],), self.size.real_tokens))
+            lane.play(Load(prompts[0], self.size.real_tokens))
             self.progress.advance(bar)
         for index, prompt in enumerate(prompts):
             for temperature in (0.0, 1.0):
-                load = Load((prompt,), self.size.real_tokens, temperature)
+                load = Load(prompt, self.size.real_tokens, temperature=temperature)
                 for name, settings in arms[index % len(arms) :] + arms[: index % len(arms)]:
                     lane.use(settings)
                     started_s = time.perf_counter()
@@ -296,7 +296,7 @@ def paced_config(file: Path, port: int) -> OutriderConfig:
         {
             "target": {"model": name, "name": "emulated"},
             "draft": {"source": "model", "model": name, "timeout_s": 5.0},
-            "lanes": {"max_batch": LARGE_BATCH, "prefill_tokens": LARGE_BATCH * PROMPT_TOKENS},
+            "lanes": {"max_batch": LARGE_BATCH, "prefill_tokens": LARGE_BATCH * len(MADE_UP_PROMPT)},
             "speculation": {"max_depth": MAX_DEPTH},
             "controller": {"report_interval_s": 0.1},
             "api": {"port": port, "max_waiting": LARGE_BATCH, "max_choices": LARGE_BATCH},
@@ -311,12 +311,6 @@ def real_config(config: OutriderConfig) -> OutriderConfig:
     tree["draft"] |= {"num_threads": 1, "timeout_s": 5.0}
     tree["controller"]["report_interval_s"] = 0.1
     return parse_config(tree)
-
-
-def made_up_prompts(count: int) -> tuple[Text, ...]:
-    """Token ids that mean nothing, for models that read nothing."""
-    numbers = random.Random(1)
-    return tuple(tuple(numbers.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)) for _ in range(count))
 
 
 def encoded_prompts(config: OutriderConfig, per_kind: int) -> dict[str, list[Text]]:

@@ -11,6 +11,7 @@ from engine.scheduler import FixedDepth
 from engine.types import GenerateRequest, SamplingParams
 
 DEPTH, FAN_OUT = 3, 3
+KINDS = ("recovery", "bonus", "plain")
 
 
 @dataclass
@@ -27,13 +28,17 @@ class HitRate:
     accepted: int = 0
 
     @property
+    def rounds(self) -> int:
+        """Rounds times requests for which outcomes had been prepared; not those in which the draft had to catch up first."""
+        return sum(self.hits[kind] + self.misses[kind] for kind in KINDS)
+
+    @property
     def overall(self) -> float | None:
-        """Share of outcomes that were prepared."""
-        tries = self.hits.total() + self.misses.total()
-        return self.hits.total() / tries if tries else None
+        """Share of those whose outcome was among them."""
+        return self.hits.total() / self.rounds if self.rounds else None
 
     def of(self, kind: str) -> float | None:
-        """The same for one kind: recovery, bonus or plain."""
+        """The same for one of `KINDS`."""
         tries = self.hits[kind] + self.misses[kind]
         return self.hits[kind] / tries if tries else None
 

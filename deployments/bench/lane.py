@@ -16,7 +16,7 @@ from deployments.messages import LaneStatus
 from engine.config import OutriderConfig
 from engine.errors import OutriderError
 
-LOOK_EVERY_S = 0.1
+LOOK_EVERY_S = 0.25
 REQUEST_TIMEOUT_S = 600.0
 HANDLE_TIMEOUT_S = 120.0
 Text = tuple[int, ...]

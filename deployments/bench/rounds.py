@@ -26,7 +26,7 @@ from deployments.bench.hops import Hops, measure_hops
 from deployments.bench.lane import BenchLane, Load, Text, Window, pin
 from deployments.bench.plot import check_plot_file, draw_rounds
 from deployments.bench.prompts import PROMPTS
-from deployments.bench.rounds_report import OVERLAPPED, Cell, RealRun, print_report, summary
+from deployments.bench.rounds_report import Cell, RealRun, print_report, summary
 from engine.build import draft_is_a_model, preflight
 from engine.config import OutriderConfig, parse_config
 from engine.errors import ConfigError, OutriderError
@@ -85,6 +85,8 @@ class Size:
     """Of the real pair."""
     real_tokens: int
     real_depths: tuple[int, ...]
+    real_overlaps: tuple[tuple[int, int], ...]
+    """Fixed depth and fan-out."""
     num_hops: int
 
 
@@ -97,6 +99,7 @@ QUICK = Size(
     prompts_per_kind=1,
     real_tokens=48,
     real_depths=(2,),
+    real_overlaps=((1, 1), (2, 1)),
     num_hops=200,
 )
 FULL = Size(
@@ -114,6 +117,7 @@ FULL = Size(
     prompts_per_kind=3,
     real_tokens=128,
     real_depths=(1, 2, 3),
+    real_overlaps=((1, 1), (1, 2), (2, 1), (2, 2)),
     num_hops=1000,
 )
 
@@ -211,7 +215,7 @@ class RoundsBench:
             # The prepared draft's first forward goes into what was drafted before: one position less than in theory.
             depth = min(MAX_DEPTH, overlapped_depth(condition.c, condition.hop) - 1)
             yield f"overlapped K={depth} F=3", {"depth": depth, "fan_out": 3}
-        yield OVERLAPPED, {"depth": "auto", "fan_out": "auto"}
+        yield "overlapped auto", {"depth": "auto", "fan_out": "auto"}
 
     def _measure_large(self, lane: BenchLane) -> None:
         with self._step(f"batch {LARGE_BATCH}"):
@@ -236,7 +240,8 @@ class RoundsBench:
         """Arms take turns on every prompt, at temperature 0 and 1, so that a slow phase of the machine hits all alike."""
         arms = [("sequential auto", {"depth": "auto", "fan_out": 0})]
         arms += [(f"sequential K={depth}", {"depth": depth, "fan_out": 0}) for depth in self.size.real_depths]
-        arms += [(OVERLAPPED, {"depth": "auto", "fan_out": "auto"})]
+        arms += [(f"overlapped K={depth} F={fan}", {"depth": depth, "fan_out": fan}) for depth, fan in self.size.real_overlaps]
+        arms += [("overlapped auto", {"depth": "auto", "fan_out": "auto"})]
         pinned = pin([lane.pids["target"], lane.pids["draft"]])
         prompts = [prompt for kind in encoded_prompts(self.config, self.size.prompts_per_kind).values() for prompt in kind]
         bar = self.progress.add_task("real pair", total=len(arms) * (2 * len(prompts) + 1))
@@ -298,7 +303,6 @@ def paced_config(file: Path, port: int) -> OutriderConfig:
             "draft": {"source": "model", "model": name, "timeout_s": 5.0},
             "lanes": {"max_batch": LARGE_BATCH, "prefill_tokens": LARGE_BATCH * len(MADE_UP_PROMPT)},
             "speculation": {"max_depth": MAX_DEPTH},
-            "controller": {"report_interval_s": 0.1},
             "api": {"port": port, "max_waiting": LARGE_BATCH, "max_choices": LARGE_BATCH},
         }
     )
@@ -309,7 +313,6 @@ def real_config(config: OutriderConfig) -> OutriderConfig:
     tree = config.model_dump()
     tree["target"] |= {"num_threads": 1, "prefix_cache": False}
     tree["draft"] |= {"num_threads": 1, "timeout_s": 5.0}
-    tree["controller"]["report_interval_s"] = 0.1
     return parse_config(tree)
 
 

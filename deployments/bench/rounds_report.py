@@ -9,12 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deployments.bench.bounds import overlapped, overlapped_depth, overlapped_with_misses, sequential
-from deployments.bench.hit_rate import HitRate
+from deployments.bench.hit_rate import KINDS, HitRate
 from deployments.bench.hops import Hops
 from deployments.bench.lane import Window
 from deployments.bench.report import quartiles
-
-OVERLAPPED = "overlapped auto"
 
 
 @dataclass
@@ -36,6 +34,11 @@ class Cell:
     def best_sequential(self) -> str:
         """The fastest arm with sequential rounds."""
         return max((name for name in self.arms if name.startswith("sequential")), key=lambda name: self.arms[name].tokens_per_s)
+
+    @property
+    def best_overlapped(self) -> str:
+        """The fastest arm with overlapped rounds."""
+        return max((name for name in self.arms if name.startswith("overlapped")), key=lambda name: self.arms[name].tokens_per_s)
 
     @property
     def texts_equal(self) -> bool:
@@ -92,7 +95,8 @@ def summary(
 def _cell_row(cell: Cell, step_s: float) -> dict[str, Any]:
     condition = (cell.alpha, cell.c, cell.hop)
     per_step = {name: step_s * window.tokens_per_s / cell.batch for name, window in cell.arms.items()}
-    best, window = cell.best_sequential, cell.arms[OVERLAPPED]
+    best, overlapping = cell.best_sequential, cell.best_overlapped
+    window = cell.arms[overlapping]
     limit, (sequential_limit, _) = overlapped(*condition), sequential(*condition)
     return {
         "alpha": cell.alpha,
@@ -103,14 +107,15 @@ def _cell_row(cell: Cell, step_s: float) -> dict[str, Any]:
         "sequential": round(per_step[best], 3),
         "sequential_arm": best,
         "sequential_bound": round(sequential_limit, 3),
-        "overlapped": round(per_step[OVERLAPPED], 3),
+        "overlapped": round(per_step[overlapping], 3),
+        "overlapped_arm": overlapping,
         "overlapped_bound": round(limit, 3),
         "overlapped_bound_depth": overlapped_depth(cell.c, cell.hop),
         "overlapped_bound_at_hit_rate": _rounded(
             None if window.hit_rate is None else overlapped_with_misses(*condition, window.hit_rate)
         ),
-        "overlap_vs_sequential": round(per_step[OVERLAPPED] / per_step[best], 3),
-        "overlap_vs_bound": round(per_step[OVERLAPPED] / limit, 3),
+        "overlap_vs_sequential": round(per_step[overlapping] / per_step[best], 3),
+        "overlap_vs_bound": round(per_step[overlapping] / limit, 3),
         "hit_rate": _rounded(window.hit_rate),
         "hidden_share": _rounded(window.hidden_share),
         "texts_equal": cell.texts_equal,
@@ -124,6 +129,8 @@ def _window_row(window: Window) -> dict[str, Any]:
         "rounds": rounds,
         "depth": _rounded(window.counters["drafted_tokens"] / rounds if rounds else None),
         "round_ms": _rounded(1e3 * window.seconds / rounds if rounds else None),
+        "verify_ms": _rounded(1e3 * window.counters["verify_seconds"] / rounds if rounds else None),
+        "exposed_ms": _rounded(1e3 * window.counters["draft_exposed_seconds"] / rounds if rounds else None),
         "hit_rate": _rounded(window.hit_rate),
         "hits": dict(window.hits),
         "misses": dict(window.misses),
@@ -141,26 +148,29 @@ def _hit_rate(hits: HitRate | None) -> dict[str, Any] | None:
         "draft": hits.draft,
         "depth": hits.depth,
         "fan_out": hits.fan_out,
-        "rounds": hits.hits.total() + hits.misses.total(),
-        "by_kind": {kind: _rounded(hits.of(kind)) for kind in ("recovery", "bonus", "plain")},
+        "rounds": hits.rounds,
+        "by_kind": {kind: _rounded(hits.of(kind)) for kind in KINDS},
         "accepted_share": _rounded(hits.accepted / hits.drafted if hits.drafted else None),
     }
 
 
 def _real(runs: Sequence[RealRun]) -> dict[str, Any]:
-    """Ratios are taken prompt by prompt against the sequential arm that is the fastest over all prompts."""
+    """Ratios are taken prompt by prompt between the sequential and the overlapped arm that are the fastest over all prompts."""
     arms: dict[str, dict[tuple[int, float], RealRun]] = {}
     for run in runs:
         arms.setdefault(run.arm, {})[run.prompt, run.temperature] = run
     medians = {name: statistics.median(run.tokens_per_s for run in own.values()) for name, own in arms.items()}
-    best = max((name for name in arms if name != OVERLAPPED), key=lambda name: medians[name], default=None)
+    best, overlapping = (
+        max((name for name in arms if name.startswith(kind)), key=lambda name: medians[name], default=None)
+        for kind in ("sequential", "overlapped")
+    )
     ratios: dict[float, list[float]] = {}
-    if best is not None and OVERLAPPED in arms:
-        for key, run in arms[OVERLAPPED].items():
+    if best is not None and overlapping is not None:
+        for key, run in arms[overlapping].items():
             ratios.setdefault(key[1], []).append(run.tokens_per_s / arms[best][key].tokens_per_s)
     spread = quartiles([ratio for own in ratios.values() for ratio in own])
     total = Window()
-    for run in arms.get(OVERLAPPED, {}).values():
+    for run in arms[overlapping].values() if overlapping is not None else ():
         total.hits.update(run.window.hits)
         total.misses.update(run.window.misses)
     texts: dict[tuple[int, float], set[str]] = {}
@@ -169,6 +179,7 @@ def _real(runs: Sequence[RealRun]) -> dict[str, Any]:
     return {
         "tokens_per_s": {name: round(value, 2) for name, value in medians.items()},
         "sequential_arm": best,
+        "overlapped_arm": overlapping,
         "overlap_vs_sequential": _rounded(spread[1] if spread else None),
         "quartiles": [round(spread[0], 3), round(spread[2], 3)] if spread else None,
         "by_temperature": {str(temperature): round(statistics.median(own), 3) for temperature, own in ratios.items()},
@@ -225,7 +236,7 @@ def _cells_table(rows: Sequence[dict[str, Any]]) -> Table:
             *(f"{row[key]:g}" for key in ("alpha", "c", "hop", "batch")),
             f"{row['sequential']:.2f} ({row['sequential_arm'].removeprefix('sequential ')})",
             f"{row['sequential_bound']:.2f}",
-            f"{row['overlapped']:.2f}",
+            f"{row['overlapped']:.2f} ({row['overlapped_arm'].removeprefix('overlapped ')})",
             f"{row['overlapped_bound']:.2f}",
             f"{row['overlap_vs_sequential']:.2f}",
             f"{row['overlap_vs_bound']:.0%}",
@@ -239,7 +250,7 @@ def _real_table(real: dict[str, Any]) -> Table:
     table = Table("arm", "tokens/s", "× best sequential")
     for name, rate in real["tokens_per_s"].items():
         ratio = ""
-        if name == OVERLAPPED and real["quartiles"] is not None:
+        if name == real["overlapped_arm"] and real["quartiles"] is not None:
             low, high = real["quartiles"]
             ratio = f"{real['overlap_vs_sequential']:.2f} ({low:.2f} to {high:.2f})"
         table.add_row(name, f"{rate:.1f}", ratio)

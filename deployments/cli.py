@@ -74,6 +74,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     engine.add_argument("--no-http", action="store_true", help="leave the part over Ray Serve out")
     engine.set_defaults(run=_bench_engine)
+    rounds = bench.add_parser(
+        "rounds",
+        help="drafting while the target verifies against sequential rounds",
+        description="Sequential against overlapped rounds on the real stack: with emulated devices (a target step of 30 ms; "
+        "over acceptance, draft cost, hop and batch, beside the closed forms' bounds), and the configured pair, one core each.",
+    )
+    _add_config_options(rounds)
+    rounds.add_argument("--quick", action="store_true", help="fewer conditions and tokens: under three minutes")
+    rounds.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    rounds.add_argument("--plot", type=Path, metavar="FILE", help="tokens per target step and their bounds, as .png or .svg")
+    rounds.set_defaults(run=_bench_rounds)
     sampling = bench.add_parser("sampling", help="time of sampling and acceptance against one softmax over the same rows")
     _add_config_options(sampling)
     sampling.add_argument("--quick", action="store_true", help="fewer repetitions")
@@ -208,6 +219,15 @@ def _batches(text: str) -> tuple[int, ...]:
     if not set(batches) <= {"4", "16", "64"}:
         raise argparse.ArgumentTypeError(f"a list of 4, 16 and 64 such as 4,16, or none; got '{text}'")
     return tuple(sorted({int(batch) for batch in batches}))
+
+
+def _bench_rounds(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # the module below imports torch
+    from deployments.bench.rounds import run_bench_rounds
+
+    return run_bench_rounds(
+        read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json, plot=parsed.plot
+    )
 
 
 def _bench_sampling(parsed: argparse.Namespace) -> int:

@@ -67,6 +67,8 @@ class LaneCounters:
             ("draft_hidden_seconds", max(report.draft_time_s - report.exposed_time_s, 0.0)),
             ("draft_exposed_seconds", report.exposed_time_s),
             ("draft_asked", report.num_asked),
+            ("prepared_seconds", 0.0 if report.num_asked else report.draft_time_s),
+            ("prepared_exposed_seconds", 0.0 if report.num_asked else report.exposed_time_s),
             ("round_seconds", report.round_time_s),
             ("preemptions", report.num_preempted),
         ):

@@ -27,13 +27,13 @@ class Draft:
     async def __init__(  # type: ignore[misc]
         self, config: dict[str, Any], secret: str, target_fingerprint: str, controller: DeploymentHandle[Any]
     ):
-        from engine.build import build_draft_model
+        from engine.build import build_served_draft
 
         self._config = parse_config(config)
         self._controller = controller
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="propose")
         loop = asyncio.get_running_loop()
-        self._model = await loop.run_in_executor(self._forwards, build_draft_model, self._config)
+        self._model = await loop.run_in_executor(self._forwards, build_served_draft, self._config)
         self._merged = MergedDraft(self._run)
         handlers = {"propose": self._merged.propose, "prepare": self._merged.prepare}
         self._server = WireServer(handlers, secret, tls=read_tls(self._config.streams))

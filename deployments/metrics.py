@@ -29,6 +29,9 @@ COUNTERS = {
     "draft_hidden_seconds": "Draft time behind a verify: max(0, draft_seconds - draft_exposed_seconds), round by round; "
     "hidden share = draft_hidden_seconds / draft_seconds.",
     "draft_exposed_seconds": "Time that rounds waited for drafts, hops included.",
+    "prepared_seconds": "The part of draft_seconds in rounds that asked no draft: all of their drafts were prepared.",
+    "prepared_exposed_seconds": "The part of draft_exposed_seconds in those rounds; hidden share on hits = 1 - "
+    "prepared_exposed_seconds / prepared_seconds.",
     "draft_asked": "Requests times rounds that asked a draft and waited for the answer, because nothing was prepared.",
     "round_seconds": "Time of whole rounds: draft, hops, verify and bookkeeping.",
     "first_tokens": "Requests that got a first token; mean time to first token = first_token_seconds / first_tokens.",

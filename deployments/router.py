@@ -51,6 +51,8 @@ class Router:
         level = logging.WARNING if self._info.row_invariant is False else logging.INFO
         logger.log(level, "%s: numerics %s, %s", self._info.name, self._info.numerics, self._info.row_invariance)
         self._policy = _build_policy(self._config, self._info)
+        self._policies: dict[str, LanePolicy] = {}
+        """Of `use_speculation`, by settings."""
         self._draft = _build_draft(self._config, self._lane_id, self._info, secret, tls)
         self._scheduler = Scheduler(
             self._info,
@@ -67,6 +69,7 @@ class Router:
         self._drafts: tuple[DraftReport, ...] = ()
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
         self._calibrations_due_s = _calibration_times()
+        self._calibrations: list[asyncio.Task[None]] = []
 
     async def _generate(self, body: bytes, caller: str) -> AsyncGenerator[Delta]:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
@@ -88,6 +91,25 @@ class Router:
     async def process_ids(self) -> dict[str, int]:
         """Of this router and its target, for tests and for people."""
         return {"router": os.getpid(), "target": self._target.pid}
+
+    async def use_speculation(self, changes: dict[str, Any], *, afresh: bool = False) -> None:
+        """Go on with other settings of the section ``speculation``, for measurements; call it while nothing runs.
+
+        Each setting keeps what its policy has learned; ``afresh`` forgets that and measures the models again, and they are not
+        measured again for a while then. Raises `ConfigError`.
+        """
+        tree = self._config.model_dump()
+        tree["speculation"] |= changes
+        config, key = parse_config(tree), repr(sorted(tree["speculation"].items()))
+        if afresh or key not in self._policies:
+            self._policies[key] = _build_policy(config, self._info)
+            self._policies[key].update_draft_cost(self._announced)
+        self._policy = self._scheduler.policy = self._policies[key]
+        self._policy.overlaps = self._draft.prepares
+        if afresh:
+            await asyncio.gather(*self._calibrations)
+            self._calibrations_due_s = [time.monotonic() + CALIBRATE_EVERY_S]
+            await self._calibrate(with_target=True)
 
     async def check_health(self) -> None:
         """Serve's liveness probe: a lane whose loops ended is replaced."""
@@ -158,7 +180,7 @@ class Router:
         if now_s < self._calibrations_due_s[0] or (busy and self._counters.mean_depth(now_s) > 0):
             return
         self._calibrations_due_s = self._calibrations_due_s[1:] or [now_s + CALIBRATE_EVERY_S]
-        self._calibration = asyncio.create_task(self._calibrate(with_target=not busy))
+        self._calibrations = [asyncio.create_task(self._calibrate(with_target=not busy))]
 
     async def _calibrate(self, with_target: bool) -> None:
         """Measure the models in turn."""

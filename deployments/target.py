@@ -17,12 +17,12 @@ class TargetActor:
     """Child of a router, in the router's placement group. Ray restarts it; its state is soft."""
 
     def __init__(self, config: dict[str, Any], secret: str):
-        from engine.build import build_target
+        from engine.build import build_served_target
 
         parsed = parse_config(config)
         # One thread runs every forward: torch's thread pool belongs to the thread that uses it.
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
-        self._target = self._forwards.submit(build_target, parsed).result()
+        self._target = self._forwards.submit(build_served_target, parsed).result()
         self._address: str | None = None
         self._server = WireServer({"verify": self._verify}, secret, tls=read_tls(parsed.streams))
 

@@ -15,7 +15,7 @@ import itertools
 import logging
 import ssl
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -35,7 +35,7 @@ MAX_CALLS = 1024
 """Calls that one stream may have in flight."""
 WINDOW = 32
 """Answers of one call that may be under way or wait for its reader; the server waits with the next. Part of the protocol."""
-QUEUED_FRAMES = 64
+QUEUED_FRAMES = 1024
 """Frames of one stream that wait to be written; a call waits with the next."""
 MAX_REASON_CHARACTERS = 2000
 STALLED_AFTER_S = 600.0
@@ -54,6 +54,9 @@ _NAME_KEY = "x-outrider-name"
 _ANSWER, _ITEM, _END, _ERROR = "", "item", "end", "error"
 """Kinds of frames from a server. A client's are names of calls, or:"""
 _MORE, _LEAVE = "$more", "$leave"
+_JOINED = "$joined"
+"""Frames that were queued at the same time, in one message: a round's answers to hundreds of calls cost one write."""
+JOINED_BYTES = 1 << 16
 _TRANSPORT_OPTIONS = [
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
@@ -263,12 +266,16 @@ class _ServedStream:
     def __init__(self, server: WireServer, caller: str, write: Write):
         self._server = server
         self._caller = caller
-        self._writer = _Writer(write)
+        self._writer = _Writer(write, server.max_frame_bytes)
         self._writing = asyncio.create_task(self._write_for_ever())
         self._calls: dict[int, tuple[asyncio.Task[None], _Window]] = {}
 
     async def receive(self, data: bytes) -> None:
-        """Take in a frame: begin a call, or steer one. What is wrong with the frame is told to the caller."""
+        """Take in a message of one or many frames: begin a call, or steer one. What is wrong with one is told to the caller."""
+        for part in _parts(data, self._server.max_frame_bytes):
+            await self._receive(part)
+
+    async def _receive(self, data: bytes) -> None:
         try:
             frame = _read(data, self._server.max_frame_bytes)
             if frame.kind in (_MORE, _LEAVE):
@@ -547,7 +554,7 @@ class _Connection:
         self._calls: dict[int, _Call] = {}
         self._channel = _channel(address, tls, max_frame_bytes)
         self._stream = self._channel.stream_stream(_METHOD)(metadata=metadata)
-        self._writer = _Writer(self._stream.write)
+        self._writer = _Writer(self._stream.write, max_frame_bytes)
         self._tasks = [asyncio.create_task(self._run(self._writer.run())), asyncio.create_task(self._run(self._read()))]
 
     async def begin(self, call_id: int, kind: str, message: msgspec.Struct, call: _Call) -> None:
@@ -590,11 +597,12 @@ class _Connection:
 
     async def _read(self) -> None:
         async for data in self._stream:
-            self._receive(data)
+            self._counters.bytes_received += len(data)
+            for part in _parts(data, self._max_frame_bytes):
+                self._receive(part)
 
     def _receive(self, data: bytes) -> None:
         counters = self._counters
-        counters.bytes_received += len(data)
         try:
             frame = _read(data, self._max_frame_bytes)
         except WireError as error:
@@ -625,9 +633,10 @@ class _Writer:
     that leave, only queue, and a task of the stream's own writes.
     """
 
-    def __init__(self, write: Write):
+    def __init__(self, write: Write, max_frame_bytes: int):
         self.num_written = 0
         self._write = write
+        self._joined_bytes = min(JOINED_BYTES, max_frame_bytes // 2)
         self._frames: deque[bytes] = deque()
         self._filled = asyncio.Event()
         self._room = asyncio.Event()
@@ -646,12 +655,21 @@ class _Writer:
             self._frames.append(frame)
             self._filled.set()
 
+    def _next(self) -> bytes:
+        """The first frame in the queue, together with those behind it while they are small."""
+        frames = [self._frames.popleft()]
+        size = len(frames[0])
+        while self._frames and size + len(self._frames[0]) <= self._joined_bytes:
+            frames.append(self._frames.popleft())
+            size += len(frames[-1])
+        return frames[0] if len(frames) == 1 else _encoder.encode((PROTOCOL_VERSION, 0, _JOINED, frames))
+
     async def run(self) -> None:
         """Write until cancelled, or until a write fails."""
         try:
             while True:
                 while self._frames:
-                    await self._write(self._frames.popleft())
+                    await self._write(self._next())
                     self.num_written += 1
                     self._room.set()
                 self._filled.clear()
@@ -660,6 +678,16 @@ class _Writer:
             self._closed = True
             self._frames.clear()
             self._room.set()
+
+
+def _parts(data: bytes, max_bytes: int) -> Sequence[bytes]:
+    """The frames of a message; the message itself where it is not several, or cannot be read."""
+    if _JOINED.encode() in data[:24]:  # so that nothing else is read twice
+        with contextlib.suppress(WireError):
+            frame = _read(data, max_bytes)
+            if frame.kind == _JOINED:
+                return decode(bytes(frame.body), list[bytes])
+    return (data,)
 
 
 def _frame(call_id: int, kind: str, message: msgspec.Struct | int | None, max_bytes: int) -> bytes:

@@ -15,7 +15,9 @@ from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
 from engine.request import check_request, fit_to_cache
 from engine.scheduler import DepthPolicy, Scheduler
-from engine.types import Delta, GenerateRequest
+from engine.testing.paced import PacedDraft, PacedTarget, paced_info
+from engine.testing.profiles import Timed, follow_emulation, is_emulated, parse_emulation
+from engine.types import Delta, GenerateRequest, ModelInfo
 
 if TYPE_CHECKING:
     from engine.models import LoadedModel, LoadedTokenizer
@@ -29,9 +31,11 @@ def preflight(config: OutriderConfig) -> "LoadedTokenizer":
     """Check everything that can be checked without weights: a mistake is one line at start then, not an actor that fails.
 
     Returns the target's tokenizer.
-    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that differ, a draft larger than its target.
+    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that differ, a draft larger than its target,
+    an emulated model beside a real one.
     """
     use_patient_threads()
+    _check_emulation(config)
     from engine import models
 
     target = models.load_tokenizer(config.target.model, "target.model")
@@ -40,15 +44,32 @@ def preflight(config: OutriderConfig) -> "LoadedTokenizer":
         raise ConfigError(
             f"target.max_context is {config.target.max_context}, but {target.name} holds {target.max_context} tokens at most"
         )
-    if config.draft.model is not None:
+    if config.draft.model is not None and not is_emulated(config.draft.model):
         draft = models.load_tokenizer(config.draft.model, "draft.model")
         models.check_same_vocabulary(target.vocabulary, draft.vocabulary)
         models.check_draft_is_smaller(_num_parameters(target), _num_parameters(draft))
     return target
 
 
+def build_served_target(config: OutriderConfig) -> "Target | PacedTarget":
+    """What a lane's target runs: a model, or an emulation of one."""
+    if not is_emulated(config.target.model):
+        return build_target(config)
+    follow = follow_emulation(config.target.model, "target.model")
+    return PacedTarget(follow, _paced_info(config, follow().target, config.target.kv_cache_tokens))
+
+
+def build_served_draft(config: OutriderConfig) -> "DraftModel | PacedDraft":
+    """What a draft replica runs: a model, or an emulation of one."""
+    if config.draft.model is None or not is_emulated(config.draft.model):
+        return build_draft_model(config)
+    follow = follow_emulation(config.draft.model, "draft.model")
+    return PacedDraft(follow, _paced_info(config, follow().draft, config.draft.kv_cache_tokens))
+
+
 def build_target(config: OutriderConfig) -> "Target":
-    """Load the target and make it ready to verify."""
+    """Load the target and make it ready to verify. Raises `ConfigError` for an emulated one, which has no logits."""
+    _refuse_emulation(config)
     use_patient_threads()
     from engine.verify.target import Target
 
@@ -67,7 +88,11 @@ def build_target(config: OutriderConfig) -> "Target":
 
 
 def build_draft_model(config: OutriderConfig) -> "DraftModel":
-    """Load the draft that `draft.source` names: the target's int8 copy or a model of its own."""
+    """Load the draft that `draft.source` names: the target's int8 copy or a model of its own.
+
+    Raises `ConfigError` for an emulated one, which has no logits.
+    """
+    _refuse_emulation(config)
     use_patient_threads()
     from engine.propose.draft_model import DraftModel
     from engine.propose.self_speculation import build_self_int8
@@ -115,6 +140,59 @@ def build_source(config: OutriderConfig) -> DraftSource | None:
     if config.draft.source == "none" or config.speculation.max_depth == 0:
         return None
     return build_draft_model(config) if draft_is_a_model(config) else build_free_source(config)
+
+
+_MEANINGLESS_IN_EMULATION = {
+    "target": ("dtype", "quantization", "device", "num_gpus", "num_threads", "kernels", "numerics"),
+    "draft": ("dtype", "device", "num_threads"),
+}
+
+
+def _check_emulation(config: OutriderConfig) -> None:
+    """An emulated draft foresees the script of its emulated target and nothing else; neither has weights or a real device."""
+    target, draft = config.target.model, config.draft.model
+    if is_emulated(target):
+        parse_emulation(target, "target.model")
+    if is_emulated(target) and config.draft.source == "self-int8":
+        raise ConfigError(
+            f"target.model is emulated, so there is nothing to copy: set draft.source to model and draft.model to '{target}', "
+            "or draft.source to ngram or none"
+        )
+    if draft is not None and target != draft and (is_emulated(target) or is_emulated(draft)):
+        raise ConfigError(
+            f"a profile is a pair of emulated models, which foresee no others: target.model is '{target}', so draft.model must "
+            f"be the same, got '{draft}'"
+        )
+    if not is_emulated(target):
+        return
+    for name, fields in _MEANINGLESS_IN_EMULATION.items():
+        section = getattr(config, name)
+        for field in fields:
+            if getattr(section, field) != type(section).model_fields[field].default:
+                raise ConfigError(f"{name}.{field} has no meaning for an emulated device: remove it")
+
+
+def _refuse_emulation(config: OutriderConfig) -> None:
+    if is_emulated(config.target.model):
+        raise ConfigError(
+            f"target.model '{config.target.model}' is emulated: it has step times but no logits; it works in "
+            "`outrider serve` and `outrider bench rounds`"
+        )
+
+
+def _paced_info(config: OutriderConfig, timed: Timed, kv_cache_tokens: int | None) -> ModelInfo:
+    from engine.models import load_tokenizer
+
+    tokenizer = load_tokenizer(config.target.model)
+    return paced_info(
+        config.target.model,
+        timed,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+        fingerprint=tokenizer.fingerprint,
+        max_context=config.target.max_context or tokenizer.max_context,
+        kv_capacity_tokens=kv_cache_tokens,
+    )
 
 
 def _load(name: str, dtype: str, device: str, field: str) -> "LoadedModel":

@@ -13,7 +13,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +26,10 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # re-exported without saying so
 from transformers import modeling_gguf_pytorch_utils
 
-from engine.config import cache_folder
+from engine.config import DEFAULT_MODEL, cache_folder
 from engine.errors import ConfigError, ModelError, OutriderError
 from engine.fetch import ALIASES, fetch
+from engine.testing.profiles import is_emulated, parse_emulation
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,13 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", field: s
 
 
 def load_tokenizer(name: str, field: str = "target.model") -> LoadedTokenizer:
-    """Load the tokenizer alone: weights are neither read nor downloaded. Raises `ModelError` with one line."""
+    """Load the tokenizer alone: weights are neither read nor downloaded. Raises `ModelError` with one line.
+
+    Emulated models have the default model's. Raises `ConfigError` for a profile that does not exist.
+    """
+    if is_emulated(name):
+        parse_emulation(name, field)
+        return replace(load_tokenizer(DEFAULT_MODEL, field), name=name)
     with _one_line_errors(name, field):
         return _load_text(resolve_model(name, field))
 

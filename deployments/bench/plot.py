@@ -1,4 +1,4 @@
-"""The roofline curve as a picture; matplotlib is an optional extra."""
+"""Curves as pictures; matplotlib is an optional extra."""
 
 import importlib.util
 from pathlib import Path
@@ -43,5 +43,31 @@ def draw_curve(path: Path, rows: list[dict[str, float]], floor_ms: float | None,
     axes.set_ylabel("ms")
     axes.set_title(title)
     axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def draw_rounds(path: Path, rows: list[dict[str, Any]], title: str) -> None:
+    """Tokens per target step under each condition: measured, and the closed forms' bounds. ``rows``: the JSON's cells."""
+    from matplotlib.figure import Figure
+
+    names = [f"α={row['alpha']:g}\nc={row['c']:g}\nhop={row['hop']:g}\nbatch {row['batch']}" for row in rows]
+    places = range(len(rows))
+    figure = Figure(figsize=(max(5.0, 2 + 0.75 * len(rows)), 5), layout="constrained")
+    axes: Any = figure.add_subplot()
+    axes.bar(
+        [x - 0.2 for x in places],
+        [row["sequential"] for row in rows],
+        0.4,
+        label="sequential, its best depth",
+        color="tab:gray",
+    )
+    axes.bar([x + 0.2 for x in places], [row["overlapped"] for row in rows], 0.4, label="overlapped", color="tab:blue")
+    for shift, key in ((-0.2, "sequential_bound"), (0.2, "overlapped_bound")):
+        for x, row in zip(places, rows, strict=True):
+            axes.hlines(row[key], x + shift - 0.2, x + shift + 0.2, color="black", linestyle=":")
+    axes.set_xticks(list(places), names, fontsize=8)
+    axes.set_ylabel("tokens per target step and request (dotted: bound)")
+    axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deployments import wire
 from deployments.wire import (
     PROTOCOL_VERSION,
     WINDOW,
@@ -304,9 +306,9 @@ async def test_a_window_is_opened_by_sensible_numbers_only(server: tuple[WireSer
     async with raw_stream(server[1]) as stream:
         long = msgspec.to_builtins(GenerateRequest(request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=1000)))
         await stream.write(frame(call_id=1, kind="count", body=long))
-        answers = [msgspec.msgpack.decode(await stream.read()) for _ in range(WINDOW)]
+        answers = await read_frames(stream, WINDOW)
         await stream.write(frame(call_id=1, kind="$more", body=number))
-        answers.append(msgspec.msgpack.decode(await stream.read()))
+        answers += await read_frames(stream, 1)
     assert [answer[2] for answer in answers] == ["item"] * WINDOW + ["error"]
 
 
@@ -399,7 +401,7 @@ async def test_equal_numbers_of_two_clients_are_different_calls(server: tuple[Wi
         await stream.write(frame(call_id=1, kind="$leave"))
         await stream.write(frame(call_id=1, kind="$more", body=1))
         await stream.write(frame(call_id=1, kind="count", body=GOOD_COUNT))
-        answers = [msgspec.msgpack.decode(await stream.read()) for _ in range(3)]
+        answers = await read_frames(stream, 3)
     assert [(answer[1], answer[2]) for answer in answers] == [(1, "item"), (1, "item"), (1, "end")]
     assert not waiting.done()
     echo.gate.set()
@@ -414,13 +416,21 @@ async def raw_stream(address: str) -> AsyncIterator[grpc.aio.StreamStreamCall]:
         yield channel.stream_stream("/outrider.Stream/Open")(metadata=(("x-outrider-secret", SECRET),))
 
 
+async def read_frames(stream: grpc.aio.StreamStreamCall, count: int) -> list[Any]:
+    """The next frames, however they were joined into messages."""
+    frames: list[Any] = []
+    while len(frames) < count:
+        frames += [msgspec.msgpack.decode(part) for part in wire._parts(await stream.read(), wire.MAX_FRAME_BYTES)]
+    return frames
+
+
 @contextlib.asynccontextmanager
 async def raw_server(answers: Callable[[bytes], list[bytes]]) -> AsyncIterator[str]:
     """A server that writes whatever ``answers`` makes of each frame."""
 
     async def serve(frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async for data in frames:
-            for answer in answers(data):
+            for answer in (answer for part in wire._parts(data, wire.MAX_FRAME_BYTES) for answer in answers(part)):
                 await context.write(answer)
 
     server = grpc.aio.server()
@@ -498,7 +508,7 @@ def test_no_frame_breaks_the_server(frames: list[bytes]) -> None:
                 for data in [*frames, *good]:
                     await stream.write(data)
                 while len([a for a in answers if a[1] in (77, 78) and a[2] in ("", "end", "error")]) < 2:
-                    answers.append(msgspec.msgpack.decode(await stream.read()))
+                    answers += await read_frames(stream, 1)
         finally:  # a server that is left running keeps the interpreter from ending
             await server.stop()
         replies = [msgspec.convert(answer[3], VerifyReply) for answer in answers if answer[1:3] == [77, ""]]

@@ -24,7 +24,7 @@ def status(lane_id: str, **info: object) -> LaneStatus:
     )
     return LaneStatus(
         load=load,
-        address="127.0.0.1:1",
+        address="host:1",
         counters={},
         fallbacks={},
         accepted_per_position=(),

@@ -1,0 +1,115 @@
+"""The emulated pair through the real stack: what `outrider bench rounds` measures with."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import App
+from helpers import wait_until
+
+from deployments.bench.lane import BenchLane, Load, pin
+from deployments.bench.rounds import MADE_UP_PROMPT, wait_for_draft
+from engine.testing.profiles import FILE_PREFIX
+
+LOAD = Load(MADE_UP_PROMPT, 60, batch=4)
+SEQUENTIAL = {"depth": 4, "fan_out": 0}
+OVERLAPPED = {"depth": 4, "fan_out": 3}
+
+
+class Bench:
+    """The deployed pair, and the file that says what it emulates."""
+
+    def __init__(self, app: App, file: Path):
+        self.app = app
+        self.file = file
+        self.lane = wait_for_draft(BenchLane(app.config))
+
+    def emulate(self, query: str) -> None:
+        write(self.file, query)
+
+    def hits_of(self, settings: dict[str, int]) -> int:
+        """Prepared drafts that the load used."""
+        self.lane.use(settings)
+        before = self._counted_hits()
+        self.lane.play(LOAD)
+        return self._counted_hits() - before
+
+    def _counted_hits(self) -> int:
+        """As in a report that was made after this call; the lane's clock is this machine's."""
+        called_s = time.monotonic()
+        status = wait_until(self.lane.status, lambda s: s is not None and s.load.now_s > called_s, 60, "the lane reported")
+        assert status is not None
+        return sum(status.hits.values())
+
+
+def write(file: Path, query: str) -> None:
+    new = file.with_name("new")
+    new.write_text(f"emulated:free?step_ms=5&{query}")
+    os.replace(new, file)
+
+
+@pytest.fixture(scope="module")
+def bench(deploy_app: Callable[..., App], tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    file = tmp_path_factory.mktemp("emulation") / "emulation"
+    write(file, "alpha=.8")
+    name = f"{FILE_PREFIX}{file}"
+    app = deploy_app(
+        target={"model": name, "name": "emulated"},
+        draft={"source": "model", "model": name},
+        controller={"report_interval_s": 0.1},
+    )
+    return Bench(app, file)
+
+
+def test_texts_are_equal_whatever_the_rounds_are(bench: Bench) -> None:
+    """Bug guarded: a prepared draft that the target takes for what was asked, or one of another request or position."""
+    bench.emulate("alpha=.8")
+    texts = {}
+    for name, settings in {"plain": {"depth": 0}, "sequential": SEQUENTIAL, "overlapped": OVERLAPPED}.items():
+        bench.lane.use(settings)
+        texts[name], _ = bench.lane.play(LOAD)
+    assert len(set(texts["plain"])) == 4
+    assert texts["sequential"] == texts["plain"]
+    assert texts["overlapped"] == texts["plain"]
+
+
+def test_drafts_are_prepared_where_rounds_overlap_and_only_there(bench: Bench) -> None:
+    """Bug guarded: settings that do not reach the rounds would let the benchmark compare an arm with itself."""
+    bench.emulate("alpha=1")
+    assert bench.hits_of(SEQUENTIAL) == 0
+    assert bench.hits_of(OVERLAPPED) > 0
+
+
+def test_the_emulation_follows_its_file(bench: Bench) -> None:
+    """Bug guarded: a benchmark that changes the conditions and goes on measuring the old ones."""
+    bench.lane.use(SEQUENTIAL)
+    for alpha, all_kept in (("1", True), ("0", False)):
+        bench.emulate(f"alpha={alpha}")
+        usage = bench.app.complete([500, 501], max_tokens=30, ignore_eos=True)["usage"]["completion_tokens_details"]
+        assert (usage["rejected_prediction_tokens"] == 0) is all_kept
+        assert (usage["accepted_prediction_tokens"] == 0) is not all_kept
+
+
+def test_the_application_says_that_it_is_emulated(bench: Bench) -> None:
+    """Bug guarded: figures of devices that are not there, taken for measurements of some that are."""
+    health = bench.app.client.get("/health").json()
+    (target,) = health["targets"].values()
+    assert target["path"] == "emulated"
+    assert "nothing is computed" in target["path_reason"]
+    (lane,) = bench.app.controller()["lane_details"]
+    assert "emulated" in lane["target_device"]
+
+
+def test_every_process_can_be_pinned_to_a_core() -> None:
+    """Bug guarded: two models on one core, or on cores that were not given, while the report says that each has its own."""
+    cores = os.sched_getaffinity(0)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert pin([child.pid])
+            assert os.sched_getaffinity(child.pid) == {min(cores)}
+            assert not pin([child.pid] * (len(cores) + 1))
+        finally:
+            child.kill()

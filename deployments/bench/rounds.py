@@ -37,7 +37,7 @@ STEP_MS = 30.0
 MAX_DEPTH = 16
 MADE_UP_PROMPT: Text = tuple(range(1000, 1016))
 """For models that read nothing."""
-WARM_UP_TOKENS = 120
+WARM_UP_TOKENS = 80
 LARGE_BATCH = 256
 """At which the router's own work is measured."""
 LARGE_SETTINGS: dict[str, dict[str, Any]] = {
@@ -92,14 +92,14 @@ class Size:
 
 QUICK = Size(
     batches=(1, 8),
-    others=(Condition(alpha=0.6), Condition(hop=0.1)),
+    others=(Condition(hop=0.1),),
     depths=(),
-    num_tokens=320,
+    num_tokens=240,
     large_tokens=100,
     prompts_per_kind=1,
-    real_tokens=48,
+    real_tokens=32,
     real_depths=(2,),
-    real_overlaps=((1, 1), (2, 1)),
+    real_overlaps=((1, 1),),
     num_hops=200,
 )
 FULL = Size(

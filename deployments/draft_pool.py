@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 import zlib
 from collections import Counter
@@ -16,9 +17,11 @@ from deployments.counters import traffic_of
 from deployments.messages import DraftReport, Traffic
 from deployments.wire import PROTOCOL_VERSION, WireError
 from engine.calibrate import StepTimes, measure_draft
+from engine.config import OutriderConfig
 from engine.drivers import Clock
 from engine.errors import OutriderError
 from engine.types import (
+    ModelInfo,
     Prepared,
     PrepareItem,
     PrepareReply,
@@ -404,3 +407,18 @@ def _not_prepared(item: PrepareItem, reason: str) -> Prepared:
 def _still_known(item: ProposeItem | PrepareItem, reason: str) -> int:
     """Tokens that the request's draft holds: as far as anybody knows those that the round believed it to."""
     return 0 if reason == "moved" else item.base_length
+
+
+def shares_cores(config: OutriderConfig, target: ModelInfo, address: str, drafts: tuple[DraftReport, ...]) -> bool:
+    """Whether a draft computes on cores that the target needs: both on CPUs of one host, with more threads than it has cores.
+
+    A lane of this ``address`` has its target beside it. Step times that were measured in turn say nothing about such a pair at
+    work together, and learning that by trying costs the first requests.
+    """
+    host = address.rpartition(":")[0]
+    together = target.device == "cpu" and any(
+        draft.info.device == "cpu" and draft.address.rpartition(":")[0] == host for draft in drafts
+    )
+    threads = (config.target.num_threads, config.draft.num_threads)
+    wanted = sum(count or (os.cpu_count() or 1) for count in threads)
+    return together and wanted > (os.cpu_count() or 1)

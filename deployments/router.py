@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from autoscale.lane_policy import LanePolicy
 from autoscale.signals import LaneReport
 from deployments.counters import LaneCounters
-from deployments.draft_pool import DraftPool
+from deployments.draft_pool import DraftPool, shares_cores
 from deployments.lanes import OPEN_REQUESTS
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget
@@ -105,7 +105,7 @@ class Router:
             self._policies[key] = _build_policy(config, self._info)
             self._policies[key].update_draft_cost(self._announced)
         self._policy = self._scheduler.policy = self._policies[key]
-        self._policy.overlaps = self._draft.prepares
+        self._policy.overlaps = self._may_overlap(config)
         if afresh:
             await asyncio.gather(*self._calibrations)
             self._calibrations_due_s = [time.monotonic() + CALIBRATE_EVERY_S]
@@ -163,11 +163,16 @@ class Router:
         lost = await self._draft.update(self._drafts)
         if lost:
             self._scheduler.forget_draft(lost)
-        self._policy.overlaps = self._draft.prepares
+        self._policy.overlaps = self._may_overlap(self._config)
         if isinstance(self._draft, DraftPool) and self._draft.announced_step_times != self._announced:
             self._announced = self._draft.announced_step_times
             self._policy.update_draft_cost(self._announced)
             self._calibrations_due_s = _calibration_times()
+
+    def _may_overlap(self, config: OutriderConfig) -> bool:
+        """Whether drafts may be prepared beside the verify: not on the target's own cores, unless fan_out is a number."""
+        chosen = config.speculation.fan_out != "auto"
+        return self._draft.prepares and (chosen or not shares_cores(config, self._info, self._address, self._drafts))
 
     def _calibrate_if_due(self) -> None:
         """Measure the models again when it is time: the target while nobody waits, the draft while nobody uses it.

@@ -12,9 +12,10 @@ from fake_drafts import CONTEXT, FakeCluster, FakeReplica, continued, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.draft_pool import MISSING_UPDATES, DraftPool
-from deployments.messages import Traffic
+from deployments.draft_pool import MISSING_UPDATES, DraftPool, shares_cores
+from deployments.messages import DraftReport, Traffic
 from engine.calibrate import DRAFT_ROWS
+from engine.config import parse_config
 from engine.drivers import AsyncDriver
 from engine.scheduler import FixedDepth, Scheduler
 from engine.testing import ScriptedTarget, model_info
@@ -829,3 +830,25 @@ async def test_prepared_drafts_come_from_every_replica_without_a_wait() -> None:
     assert sum(report.num_asked for report in lane.reports) == 0
     sent = [message for replica in cluster.replicas.values() for _, message in replica.calls]
     assert all(isinstance(message, PrepareRequest) for message in sent)
+
+
+@pytest.mark.parametrize(
+    ("threads", "draft", "address", "shared"),
+    [
+        ((None, None), "cpu", "10.0.0.1:7", True),
+        ((2, 3), "cpu", "10.0.0.1:7", True),
+        ((2, 2), "cpu", "10.0.0.1:7", False),
+        ((None, None), "cpu", "10.0.0.2:7", False),
+        ((None, None), "cuda:0", "10.0.0.1:7", False),
+    ],
+)
+def test_cores_are_shared_on_one_host_with_too_many_threads(
+    threads: tuple[int | None, int | None], draft: str, address: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug guarded: a draft that works beside the verify on the verify's own cores, and slows the first requests down."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    target, own = threads
+    config = parse_config({"target": {"num_threads": target}, "draft": {"num_threads": own}})
+    report = DraftReport(draft_id="d", address=address, target_fingerprint="", info=model_info(device=draft))
+    assert shares_cores(config, model_info(device="cpu"), "10.0.0.1:9", (report,)) is shared
+    assert not shares_cores(config, model_info(device="cuda"), "10.0.0.1:9", (report,))

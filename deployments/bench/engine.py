@@ -4,6 +4,7 @@ All arms take turns on every task in one process with the same weights, dtype an
 reported as the median with the quartiles. The prefix cache is off in all of them, so every token is computed.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from deployments.bench.arms import Arm, Task, Text, engine_arm, http_arm, take_turns, warm_up
-from deployments.bench.floor import STEP_BATCH, Bandwidth, measure_curve, measure_round_parts
+from deployments.bench.floor import STEP_BATCH, Bandwidth, measure_cost_ratio, measure_curve, measure_round_parts
 from deployments.bench.peers import Peer
 from deployments.bench.plot import check_plot_file, draw_curve
 from deployments.bench.prompts import PROMPTS
@@ -204,10 +205,8 @@ class Bench:
         peer = Peer(config)
         self.singles = list(self._single_arms(peer))
         self.batches = {batch: list(self._batch_arms(peer, batch)) for batch in batches}
-        draft = self.engines[model_source(config)].source
         self.measured = Measured(
             info=self.plain.info,
-            draft_step_times=getattr(getattr(draft, "info", None), "step_times", ()),
             source=config.draft.source,
             threads=torch.get_num_threads(),
             weight_bytes=peer.bytes_per_step,
@@ -237,6 +236,9 @@ class Bench:
     def _measure_steps(self, progress: Progress) -> None:
         bar = progress.add_task("step times", total=self.size.sweeps)
         self.measured.curve = measure_curve(self.plain, self.size.sweeps, lambda: progress.advance(bar))
+        draft = self.engines[model_source(self.config)].source
+        if draft is not None:
+            self.measured.cost_ratio = asyncio.run(measure_cost_ratio(self.plain.target, draft))
         if STEP_BATCH in self.batches:
             self.measured.round_parts = measure_round_parts(self.plain, self.size.rounds)
 

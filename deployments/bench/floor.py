@@ -13,9 +13,21 @@ from torch import Tensor
 
 from deployments.bench.arms import release_ended
 from engine.build import LocalEngine
+from engine.calibrate import measure_draft, measure_target
+from engine.propose.base import DraftSource
 from engine.sampling import decide
 from engine.scheduler import FixedDepth
-from engine.types import GenerateRequest, SamplingParams, SequenceContext, VerifyItem, VerifyRequest
+from engine.types import (
+    GenerateRequest,
+    ProposeReply,
+    ProposeRequest,
+    SamplingParams,
+    SequenceContext,
+    VerifyItem,
+    VerifyReply,
+    VerifyRequest,
+)
+from engine.verify.base import TargetModel
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128
@@ -188,3 +200,15 @@ def measure_round_parts(engine: LocalEngine, num_rounds: int, batch: int = STEP_
                 measured.append(RoundParts(elapsed_s, parts.forward_s - forward_s, parts.sampling_s - sampling_s))
     release_ended(engine, driver.scheduler)
     return measured
+
+
+async def measure_cost_ratio(target: TargetModel, draft: DraftSource) -> float:
+    """c: seconds of a draft step over those of a target step, one row each, by the calls of rounds, one after the other."""
+
+    async def verify(request: VerifyRequest) -> VerifyReply:
+        return target.verify(request)
+
+    async def propose(request: ProposeRequest) -> ProposeReply:
+        return draft.propose(request)
+
+    return dict(await measure_draft(propose))[1] / dict(await measure_target(verify))[1]

@@ -25,8 +25,6 @@ class Measured:
 
     info: ModelInfo
     """Of the target."""
-    draft_step_times: tuple[tuple[int, float], ...]
-    """Of the int8 copy."""
     source: str
     """``draft.source`` as configured: it is the one that is held against assisted generation."""
     threads: int
@@ -37,6 +35,8 @@ class Measured:
     """Bytes per second, one beside every run of plain decoding at batch 1."""
     curve: Curve = field(default_factory=lambda: Curve(0, ()))
     round_parts: list[RoundParts] = field(default_factory=list)
+    cost_ratio: float | None = None
+    """c: a step of the draft model, in steps of the target, one row each."""
 
     def arm(self, name: str, batch: int = 1) -> Arm | None:
         """The arm of this name and batch, if it was measured."""
@@ -139,7 +139,7 @@ def summary(measured: Measured, *, quick: bool) -> dict[str, Any]:
         "floor": _floor(measured),
         "step_b64": _step(measured.round_parts),
         "sources": [_source_row(arm, kind) for arm in measured.arms if "K=4" in arm.name for kind in PROMPTS],
-        "cost_ratio": _cost_ratio(measured),
+        "cost_ratio": None if measured.cost_ratio is None else round(measured.cost_ratio, 3),
         "row_invariant": measured.info.row_invariant,
         "greedy_texts_equal": greedy_texts_equal(measured.arms),
     }
@@ -189,12 +189,6 @@ def _source_row(arm: Arm, kind: str) -> dict[str, Any]:
         "acceptance_by_position": [round(kept[j] / tested[j], 3) for j in sorted(tested) if tested[j]],
         "tokens_per_round": round(sum(run.num_tokens for run in runs) / max(sum(run.rounds for run in runs), 1), 2),
     }
-
-
-def _cost_ratio(measured: Measured) -> float | None:
-    """Time of one step of the draft model over one of the target, one row, as both measured it when they were loaded."""
-    draft, target = dict(measured.draft_step_times), dict(measured.info.step_times)
-    return round(draft[1] / target[1], 3) if 1 in draft and 1 in target else None
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def ran(name: str, seconds: dict[str, float], batch: int = 1, texts: tuple[Text,
 def measured(*arms: Arm, **changes: Any) -> Measured:
     fields: dict[str, Any] = {
         "info": model_info(step_times=((1, 0.02),)),
-        "draft_step_times": ((1, 0.01),),
+        "cost_ratio": 0.5,
         "source": "self-int8",
         "threads": 2,
         "weight_bytes": 1000,

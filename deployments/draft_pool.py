@@ -158,14 +158,16 @@ class DraftPool:
         ranked = sorted(self._replicas.items(), key=lambda entry: (not entry[1].usable, entry[0]))
         return ranked[0][1].report.info.step_times if ranked else ()
 
-    async def measure(self) -> StepTimes:
-        """Step times of the replica with the least work of this lane, hops included; as announced when it does not answer."""
+    async def measure(self, most_rows: int) -> StepTimes:
+        """Step times, up to ``most_rows``, of the replica with the least work of this lane, hops included; as announced when it
+        does not answer.
+        """
         replica = self._least_loaded("calibration", [r for r in self._replicas.values() if r.preparing is None])
         if replica is None:
             return ()
         call = partial(replica.client.call, "propose", answer=ProposeReply, timeout_s=MEASURE_DEADLINE_S)
         try:
-            return await measure_draft(call)
+            return await measure_draft(call, most_rows)
         except WireError:
             return replica.report.info.step_times
 

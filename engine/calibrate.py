@@ -45,7 +45,9 @@ async def measure_target(verify: Callable[[VerifyRequest], Awaitable[VerifyReply
     return times
 
 
-async def measure_draft(propose: Callable[[ProposeRequest], Awaitable[ProposeReply]]) -> StepTimes:
+async def measure_draft(
+    propose: Callable[[ProposeRequest], Awaitable[ProposeReply]], most_rows: int = max(DRAFT_ROWS)
+) -> StepTimes:
     """(rows, seconds per draft step): the best of three drafts of four tokens; a call's hop is shared by its steps.
 
     Each row is a sequence of its own, as the outcomes are that a draft prepares: their sampling and their contexts are in the
@@ -69,7 +71,7 @@ async def measure_draft(propose: Callable[[ProposeRequest], Awaitable[ProposeRep
         reply = await propose(ProposeRequest(round_id=0, items=tuple(items)))
         return len(reply.proposals) == rows and all(proposal.tokens for proposal in reply.proposals)
 
-    times = await _best_times(DRAFT_ROWS, step, make_ready)
+    times = await _best_times(tuple(rows for rows in DRAFT_ROWS if rows <= most_rows), step, make_ready)
     await propose(ProposeRequest(round_id=0, items=(), release=names))
     return tuple((rows, seconds / DRAFT_STEPS) for rows, seconds in times)
 

@@ -3,14 +3,12 @@
 Both go between the same two actors, in turns within one run, so that whatever else the machine does hits both alike.
 """
 
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import numpy as np
-import ray
 
 from deployments.wire import WireClient, WireServer, decode
 from engine.types import Proposal, ProposeItem, ProposeReply, ProposeRequest
@@ -46,7 +44,9 @@ class _Answering:
         self._server = WireServer({"propose": self._propose}, "")
 
     async def address(self) -> str:
-        return await self._server.start(ray.util.get_node_ip_address())
+        from ray.util import get_node_ip_address
+
+        return await self._server.start(get_node_ip_address())
 
     async def _propose(self, body: bytes, caller: str) -> ProposeReply:
         return await self.propose(decode(body, ProposeRequest))
@@ -83,23 +83,23 @@ class _Asking:
 
 
 def measure_hops(num_ids: int = 64, num_calls: int = 500) -> Hops:
-    """Measure on the Ray that is running, or on one of two workers that is started and ended here."""
-    own = not ray.is_initialized()
-    if own:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        answering = _start(_Answering)
-        asking = _start(_Asking, answering, ray.get(answering.address.remote()))
-        stream_s, actor_s = ray.get(asking.measure.remote(num_ids, num_calls))
-        ray.kill(asking)
-        ray.kill(answering)
-    finally:
-        if own:
-            ray.shutdown()
+    """Measure on the Ray that is running, in two workers of its own.
+
+    Ray is imported here and not before: its settings are read when it is, and `deployments.launch.cluster` makes them.
+    """
+    import ray
+
+    answering = _start(_Answering)
+    asking = _start(_Asking, answering, ray.get(answering.address.remote()))
+    stream_s, actor_s = ray.get(asking.measure.remote(num_ids, num_calls))
+    ray.kill(asking)
+    ray.kill(answering)
     return Hops(num_ids=num_ids, num_calls=num_calls, stream_ms=_quartiles(stream_s), actor_ms=_quartiles(actor_s))
 
 
 def _start(actor_class: type, *arguments: Any) -> Any:
+    import ray
+
     return ray.remote(num_cpus=0)(actor_class).remote(*arguments)
 
 

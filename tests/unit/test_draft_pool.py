@@ -358,7 +358,7 @@ async def test_without_any_replica_nothing_is_asked_and_nothing_breaks() -> None
     assert await lane.propose() == {"r0": "no_draft"}
     lane.prepare()
     assert {name: answer.reason for name, answer in (await lane.collect()).items()} == {"r0": "no_draft"}
-    assert await lane.pool.measure() == ()
+    assert await lane.pool.measure(64) == ()
     assert lane.pool.announced_step_times == ()
 
 
@@ -597,7 +597,7 @@ async def test_calibration_uses_a_replica_without_work() -> None:
     await lane.propose()
     busy = home(lane.pool, cluster, "r0")
     (free,) = (replica for replica in cluster.replicas.values() if replica is not busy)
-    times = await lane.pool.measure()
+    times = await lane.pool.measure(64)
     assert [rows for rows, _ in times] == list(DRAFT_ROWS)
     assert len(busy.calls) == 1
     assert sequences(free) == set()
@@ -610,7 +610,7 @@ async def test_a_replica_that_cannot_be_measured_is_taken_at_its_word() -> None:
     pool = await cluster.pool()
     assert pool.announced_step_times == ((1, 0.25),)
     cluster["a"].dead = True
-    assert await pool.measure() == ((1, 0.25),)
+    assert await pool.measure(64) == ((1, 0.25),)
 
 
 async def test_traffic_of_streams_that_were_closed_still_counts() -> None:

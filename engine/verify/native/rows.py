@@ -8,8 +8,8 @@ from engine.verify.native.build import loaded_kernels
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 LARGEST_PER_THREAD = 1 << 20
 DRAWS_PER_THREAD = 1 << 19
-"""Logits that a thread must find to be worth waking: a quarter of a millisecond of work and more. One that the system does not let
-run holds up the others for a slice of 4 to 20 ms.
+"""Logits that a thread must find to be worth waking: a quarter of a millisecond of work and more. One that the system does not
+let run holds up the others for a slice of 4 to 20 ms.
 """
 MARGIN = 1e-9
 """Scores of a draw that lie this close, relative to the largest logit but at least so much, are left to torch's logarithms.

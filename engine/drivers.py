@@ -12,7 +12,7 @@ import msgspec
 
 from engine.drafting import Answer
 from engine.errors import OutriderError
-from engine.propose.base import DraftSource, OverlappedSource
+from engine.propose.base import DraftSource, OverlappedSource, can_prepare
 from engine.request import LIVE, Event, Request
 from engine.round import Collect, Collected, NoDrafts, Propose, RoundResult, Steps, Verify, make_delta, play_round
 from engine.scheduler import Scheduler
@@ -85,7 +85,7 @@ class SyncDriver:
         now_s = self._clock()
         self._round_id += 1
         self._asking_s = 0.0
-        drafts, prepares = self.source is not None, hasattr(self.source, "prepare")
+        drafts, prepares = self.source is not None, can_prepare(self.source)
         result = self._drive(play_round(self.scheduler, self._round_id, now_s, drafts=drafts, prepares=prepares))
         self.scheduler.policy.report(_timed(result.report, self._clock() - now_s, self._asking_s), now_s)
         return result

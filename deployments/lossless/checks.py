@@ -15,14 +15,13 @@ from deployments.lossless.play import (
     RandomSource,
     ReplaySource,
     Text,
-    can_prepare,
     play,
     play_alone,
     random_depth,
 )
 from deployments.lossless.reference import LogitsOf, near_tie_margin
 from engine.errors import OutriderError
-from engine.propose.base import DraftSource
+from engine.propose.base import DraftSource, can_prepare
 from engine.propose.ngram import NgramSource
 from engine.scheduler import DepthPolicy, FixedDepth
 from engine.types import GenerateRequest, ModelInfo, SamplingParams

@@ -12,7 +12,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from engine.drivers import AsyncDriver, DraftUnavailable
-from engine.propose.base import DraftSource, OverlappedSource
+from engine.propose.base import DraftSource, OverlappedSource, can_prepare
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.types import (
     Delta,
@@ -149,11 +149,6 @@ class _Here:
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
         return self.target.verify(request)
-
-
-def can_prepare(source: DraftSource | None) -> bool:
-    """Whether a source can work on the next round while the target verifies."""
-    return hasattr(source, "prepare") and bool(getattr(source, "prepares", True))
 
 
 class _DraftHere:

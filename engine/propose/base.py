@@ -1,6 +1,6 @@
 """Anything that guesses the next tokens of a sequence."""
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from engine.types import PrepareReply, PrepareRequest, ProposeReply, ProposeRequest
 
@@ -34,3 +34,8 @@ class OverlappedSource(DraftSource, Protocol):
         may be fewer outcomes than asked for, never others than asked for: exactness does not depend on the choice of outcomes,
         as it is made before the verdict.
         """
+
+
+def can_prepare(source: DraftSource | None) -> TypeGuard[OverlappedSource]:
+    """Whether a source can work while the target verifies. One that has the method may say no by a false ``prepares``."""
+    return hasattr(source, "prepare") and bool(getattr(source, "prepares", True))

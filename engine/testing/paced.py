@@ -124,7 +124,13 @@ class _PacedModel:
     ``follow`` gives the emulation of the moment (`engine.testing.profiles.follow_emulation`).
     """
 
-    def __init__(self, follow: Callable[[], Emulation], info: ModelInfo, clock: Clock, wait_until: WaitUntil):
+    def __init__(
+        self,
+        follow: Callable[[], Emulation],
+        info: ModelInfo,
+        clock: Clock = time.perf_counter,
+        wait_until: WaitUntil = wait_until,
+    ):
         self._follow = follow
         self._emulation = follow()
         self._info = info
@@ -162,15 +168,6 @@ class _PacedModel:
 
 class PacedTarget(_PacedModel):
     """A `TargetModel` that waits. A draft token is kept where it is the script's, under every rule: the script is certain."""
-
-    def __init__(
-        self,
-        follow: Callable[[], Emulation],
-        info: ModelInfo,
-        clock: Clock = time.perf_counter,
-        wait_until: WaitUntil = wait_until,
-    ):
-        super().__init__(follow, info, clock, wait_until)
 
     def verify(self, request: VerifyRequest) -> VerifyReply:
         """As `TargetModel.verify`. The logprobs of a prompt cannot be had: the script does not say how likely a prompt is."""
@@ -217,15 +214,6 @@ class PacedDraft(_PacedModel):
     """As `DraftSource.name`."""
     prepares = True
     """As `DraftModel.prepares`."""
-
-    def __init__(
-        self,
-        follow: Callable[[], Emulation],
-        info: ModelInfo,
-        clock: Clock = time.perf_counter,
-        wait_until: WaitUntil = wait_until,
-    ):
-        super().__init__(follow, info, clock, wait_until)
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`."""

@@ -4,8 +4,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import ray
@@ -20,7 +18,7 @@ from deployments.lanes import OPEN_REQUESTS
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget
 from deployments.target import TargetActor
-from deployments.wire import Tls, WireClient, WireServer, decode, read_tls
+from deployments.wire import Answers, Tls, WireClient, WireServer, decode, read_tls
 from engine.build import build_free_source, draft_is_a_model
 from engine.calibrate import StepTimes, measure_target
 from engine.config import OutriderConfig, parse_config
@@ -82,22 +80,24 @@ class Router:
         self._calibrations_due_s = _calibration_times()
         self._calibrations: list[asyncio.Task[None]] = []
 
-    async def _generate(self, body: bytes, caller: str) -> AsyncGenerator[Delta]:
-        """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first item."""
+    async def _generate(self, body: bytes, caller: str, answers: Answers) -> None:
+        """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first delta."""
         request = decode(body, GenerateRequest)
         check_request(request, self._info)
         request = fit_to_cache(request, self._info)
-        started_s = time.monotonic()
         self._counters.arrived()
-        first = True
-        async with aclosing(self._driver.generate(request)) as deltas:
-            async for delta in deltas:
-                if first and delta.token_ids:
-                    first = False
-                    self._counters.first_token(time.monotonic() - started_s)
-                if delta.finish_reason is not None:
-                    self._counters.finished(delta)
-                yield delta
+        started_s: float | None = time.monotonic()
+
+        def deliver(delta: Delta) -> None:
+            nonlocal started_s
+            if started_s is not None and delta.token_ids:
+                self._counters.first_token(time.monotonic() - started_s)
+                started_s = None
+            if delta.finish_reason is not None:
+                self._counters.finished(delta)
+            answers.put_nowait(delta)
+
+        await self._driver.play(request, deliver)
 
     async def process_ids(self) -> dict[str, int]:
         """Of this router and its target, for tests and for people."""

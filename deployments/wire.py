@@ -13,10 +13,10 @@ import contextlib
 import hmac
 import itertools
 import logging
+import math
 import ssl
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -74,8 +74,8 @@ _TRANSPORT_OPTIONS = [
 T = TypeVar("T")
 Handler = Callable[[bytes, str], Awaitable[msgspec.Struct]]
 """(body, name of the caller) -> answer."""
-StreamHandler = Callable[[bytes, str], AsyncGenerator[msgspec.Struct]]
-"""(body, name of the caller) -> answers; closed when the caller leaves."""
+StreamHandler = Callable[[bytes, str, "Answers"], Awaitable[None]]
+"""(body, name of the caller, where its answers go); returns after the last one, cancelled when the caller leaves."""
 Write = Callable[[bytes], Awaitable[None]]
 
 
@@ -268,7 +268,7 @@ class _ServedStream:
         self._caller = caller
         self._writer = _Writer(write, server.max_frame_bytes)
         self._writing = asyncio.create_task(self._write_for_ever())
-        self._calls: dict[int, tuple[asyncio.Task[None], _Window]] = {}
+        self._calls: dict[int, tuple[asyncio.Task[None], Answers]] = {}
 
     async def receive(self, data: bytes) -> None:
         """Take in a message of one or many frames: begin a call, or steer one. What is wrong with one is told to the caller."""
@@ -304,11 +304,11 @@ class _ServedStream:
         call = self._calls.get(frame.call_id)
         if call is None:
             return
-        task, window = call
+        task, answers = call
         if frame.kind == _LEAVE:
             task.cancel()
         else:
-            window.open(decode(bytes(frame.body), int))
+            answers.open(decode(bytes(frame.body), int))
 
     def _begin(self, frame: _Frame) -> None:
         server = self._server
@@ -318,15 +318,15 @@ class _ServedStream:
             raise WireError(f"call {frame.call_id} is in flight already")
         if len(self._calls) >= server.max_calls:
             raise Overloaded(f"{server.max_calls} calls are in flight on this stream already")
-        window = _Window()
+        answers = Answers(frame.call_id, self._writer, server.max_frame_bytes)
         if frame.kind in server.handlers:
             work = self._answer(frame, server.handlers[frame.kind])
         elif frame.kind in server.streams:
-            work = self._stream(frame, server.streams[frame.kind], window)
+            work = self._stream(frame, server.streams[frame.kind], answers)
         else:
             raise WireError(f"unknown call {frame.kind[:40]!r}")
         task = asyncio.create_task(work)
-        self._calls[frame.call_id] = (task, window)
+        self._calls[frame.call_id] = (task, answers)
         server.call_began()
         task.add_done_callback(lambda _: self._ended(frame.call_id))
 
@@ -340,12 +340,11 @@ class _ServedStream:
         except Exception as error:
             await self._call_failed(frame.call_id, error)
 
-    async def _stream(self, frame: _Frame, handler: StreamHandler, window: "_Window") -> None:
+    async def _stream(self, frame: _Frame, handler: StreamHandler, answers: "Answers") -> None:
         try:
-            async with aclosing(handler(bytes(frame.body), self._caller)) as answers:
-                async for answer in answers:
-                    await window.take(self._server.stalled_after_s)
-                    await self._send(frame.call_id, _ITEM, answer)
+            async with answers.taken_within(self._server.stalled_after_s):
+                await handler(bytes(frame.body), self._caller, answers)
+                await answers.drained()
             await self._send(frame.call_id, _END, None)
         except Exception as error:
             await self._call_failed(frame.call_id, error)
@@ -360,30 +359,72 @@ class _ServedStream:
         await self._writer.put(_frame(call_id, kind, message, self._server.max_frame_bytes))
 
 
-class _Window:
-    """How many answers of a call may still be sent before its reader asks for more."""
+class Answers:
+    """Where a handler puts the answers of one call. At most `WINDOW` go out before their reader asks for more, the others wait
+    here; a handler with more of them than it wants to keep in memory waits with `put`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, call_id: int, writer: "_Writer", max_frame_bytes: int):
+        self._call_id = call_id
+        self._writer = writer
+        self._max_frame_bytes = max_frame_bytes
         self._free = WINDOW
-        self._opened = asyncio.Event()
+        self._held: deque[bytes] = deque()
+        self._changed = asyncio.Event()
+        self._patience_s = math.inf
+        self._deadline: asyncio.Timeout | None = None
+
+    def put_nowait(self, answer: msgspec.Struct) -> None:
+        """Send an answer, or keep it until the reader has room; raises `WireError` when it is too large."""
+        frame = _frame(self._call_id, _ITEM, answer, self._max_frame_bytes)
+        if self._free:
+            self._free -= 1
+            self._writer.put_nowait(frame)
+            return
+        self._held.append(frame)
+        if len(self._held) == 1:
+            self._expect_reader(True)
+
+    async def put(self, answer: msgspec.Struct) -> None:
+        """Send an answer; waits while the reader, or the stream, does not keep up."""
+        await self._writer.room()
+        self.put_nowait(answer)
+        await self.drained()
+
+    async def drained(self) -> None:
+        """Wait until no answer waits here."""
+        while self._held:
+            self._changed.clear()
+            await self._changed.wait()
 
     def open(self, num_answers: int) -> None:
         """The reader has taken some; raises `WireError` for a number that makes no sense."""
         if not 0 < num_answers <= WINDOW:
             raise WireError(f"a reader may ask for 1 to {WINDOW} more answers, not {num_answers}")
         self._free = min(self._free + num_answers, WINDOW)
-        self._opened.set()
+        while self._held and self._free:
+            self._free -= 1
+            self._writer.put_nowait(self._held.popleft())
+        self._expect_reader(bool(self._held))
+        self._changed.set()
 
-    async def take(self, patience_s: float) -> None:
-        """Wait until one more may be sent; raises `WireError` when that takes too long."""
-        if not self._free:
-            self._opened.clear()
-            try:
-                async with asyncio.timeout(patience_s):
-                    await self._opened.wait()
-            except TimeoutError:
+    @contextlib.asynccontextmanager
+    async def taken_within(self, patience_s: float) -> AsyncIterator[None]:
+        """Raises `WireError` as soon as answers have waited here for longer than that and none was taken."""
+        self._patience_s = patience_s
+        try:
+            async with asyncio.timeout(None) as self._deadline:
+                yield
+        except TimeoutError:
+            if self._deadline is not None and self._deadline.expired():
                 raise WireError(f"the reader took no answer for {patience_s:g} s") from None
-        self._free -= 1
+            raise
+        finally:
+            self._deadline = None
+
+    def _expect_reader(self, expected: bool) -> None:
+        if self._deadline is not None and not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._patience_s if expected else None)
 
 
 # --- the client -------------------------------------------------------------------------------------------------------------
@@ -642,11 +683,15 @@ class _Writer:
         self._room = asyncio.Event()
         self._closed = False
 
-    async def put(self, frame: bytes) -> None:
-        """Queue a frame, after a while when the other side does not keep up. Dropped when the stream has ended."""
+    async def room(self) -> None:
+        """Wait while the other side does not keep up."""
         while len(self._frames) >= QUEUED_FRAMES and not self._closed:
             self._room.clear()
             await self._room.wait()
+
+    async def put(self, frame: bytes) -> None:
+        """Queue a frame, after a while when the other side does not keep up. Dropped when the stream has ended."""
+        await self.room()
         self.put_nowait(frame)
 
     def put_nowait(self, frame: bytes) -> None:

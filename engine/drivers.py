@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -33,7 +33,10 @@ from engine.verify.base import TargetModel
 
 logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
+Deliver = Callable[[Delta], None]
 Wish = Collect | Propose | Verify
+LOOK_AHEAD_AFTER_S = 0.002
+"""After the request is on its way, and before most targets have answered."""
 PAUSE_AFTER_FAILURE_S = 0.05
 """A target that fails at once is asked again after this, so that the other tasks of the process get their turn."""
 
@@ -166,7 +169,10 @@ class RemoteDraft(Protocol):
 @dataclass(slots=True)
 class _Stream:
     request: Request
-    deltas: "asyncio.Queue[Delta]" = field(default_factory=asyncio.Queue)
+    deliver: Deliver
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+    """Of `deliver`."""
 
 
 class AsyncDriver:
@@ -193,26 +199,41 @@ class AsyncDriver:
         self._cancelled: list[Request] = []
         self._wake = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Stream one request. Leaving the iterator early cancels it.
+    async def play(self, request: GenerateRequest, deliver: Deliver) -> None:
+        """Run one request to its end. Leaving this call cancels it.
 
-        Raises `Overloaded`, or ValueError for an id whose stream is still open, before the first item.
+        ``deliver`` takes each of its deltas when a round ends; it must not wait: a round wakes nobody but those whose request
+        has ended. What it raises ends its request only, and is raised here. Raises `Overloaded`, or ValueError for an id whose
+        stream is still open, before the first delta.
         """
+        with self._playing(request, deliver) as stream:
+            await stream.ended.wait()
+            if stream.error is not None:
+                raise stream.error
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """As `play`, for callers that take the deltas one by one. Leaving the iterator early cancels the request."""
+        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        with self._playing(request, deltas.put_nowait):
+            while True:
+                delta = await deltas.get()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+
+    @contextmanager
+    def _playing(self, request: GenerateRequest, deliver: Deliver) -> Iterator[_Stream]:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id} is already in use")
-        stream = _Stream(Request(request, self._decoder, self._clock()))
+        stream = _Stream(Request(request, self._decoder, self._clock()), deliver)
         self.scheduler.add(stream.request)
         self._streams[request.request_id] = stream
         self._wake.set()
-        finished = False
         try:
-            while not finished:
-                delta = await stream.deltas.get()
-                finished = delta.finish_reason is not None
-                yield delta
+            yield stream
         finally:
             del self._streams[request.request_id]
-            if not finished:
+            if stream.request.state in LIVE:
                 self._cancelled.append(stream.request)
                 self._wake.set()
 
@@ -269,7 +290,24 @@ class AsyncDriver:
             return await self._collect(wish.patience_s)
         if wish.prepare is not None:
             self._prepare(wish.prepare)
-        return await self._target.verify(wish.request)
+        return await self._verify(wish.request)
+
+    async def _verify(self, request: VerifyRequest) -> VerifyReply:
+        """Ask the target; while it computes, the policy does what the next round would have to wait for."""
+        verify = asyncio.ensure_future(self._target.verify(request))
+        try:
+            await asyncio.wait((verify,), timeout=LOOK_AHEAD_AFTER_S)
+            if not verify.done():
+                self._look_ahead(sum(item.sample for item in request.items))
+            return await verify
+        finally:
+            verify.cancel()
+
+    def _look_ahead(self, batch_size: int) -> None:
+        try:
+            self.scheduler.policy.look_ahead(batch_size)
+        except Exception:
+            logger.exception("the policy could not look ahead in round %d", self._round_id)
 
     async def _propose(self, request: ProposeRequest) -> ProposeReply | NoDrafts:
         started_s = self._clock()
@@ -300,8 +338,14 @@ class AsyncDriver:
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)
-        if stream is not None:
-            stream.deltas.put_nowait(delta)
+        if stream is None or stream.ended.is_set():
+            return
+        try:
+            stream.deliver(delta)
+        except Exception as error:
+            stream.error = error
+        if stream.error is not None or delta.finish_reason is not None:
+            stream.ended.set()
 
     def _drop_cancelled(self) -> None:
         for request in self._cancelled:
@@ -316,7 +360,7 @@ class AsyncDriver:
         # Besides these, a round that broke half way may have ended requests whose last delta went down with it.
         for stream in self._streams.values():
             if stream.request.state not in LIVE:
-                stream.deltas.put_nowait(make_delta(stream.request, FinishReason.ERROR, error=message))
+                self._deliver(make_delta(stream.request, FinishReason.ERROR, error=message))
 
 
 def _timed(report: StepReport, round_time_s: float, asking_s: float) -> StepReport:

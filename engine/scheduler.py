@@ -35,6 +35,9 @@ class DepthPolicy(Protocol):
     def report(self, report: StepReport, now_s: float) -> None:
         """Learn from a finished round."""
 
+    def look_ahead(self, batch_size: int) -> None:
+        """Called while the target verifies, if there is time: what can be computed now for the next round."""
+
 
 class FixedDepth:
     """The same for everybody: for tests and measurements.
@@ -72,6 +75,9 @@ class FixedDepth:
 
     def report(self, report: StepReport, now_s: float) -> None:
         """Nothing to learn."""
+
+    def look_ahead(self, batch_size: int) -> None:
+        """Nothing to compute."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Which lane a request goes to, and what it sees when lanes leave, die, refuse or are not there yet. Lanes are scripted."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from deployments.app import _router_options as router_options
 from deployments.controller import Controller
 from deployments.lanes import MAX_RESUMES, OPEN_REQUESTS, LaneError, StreamLanes
 from deployments.messages import Directory, LaneEntry, LaneStatus
-from deployments.wire import WireServer, decode
+from deployments.wire import Answers, WireServer, decode
 from engine.config import OutriderConfig
 from engine.errors import InvalidRequest, Overloaded
 from engine.testing import model_info
@@ -39,7 +39,7 @@ class Lane:
         self.server = WireServer({}, SECRET, streams={"generate": self.generate})
         self.address = ""
 
-    async def generate(self, body: bytes, caller: str) -> AsyncGenerator[Delta]:
+    async def generate(self, body: bytes, caller: str, answers: Answers) -> None:
         request = decode(body, GenerateRequest)
         self.requests.append(request)
         self.callers.add(caller)
@@ -50,13 +50,15 @@ class Lane:
                 await self._happens(number)
                 reason = FinishReason.LENGTH if number == LENGTH - 1 else None
                 rounds = number - begin + 1
-                yield Delta(
-                    request_id=request.request_id,
-                    token_ids=(number,),
-                    finish_reason=reason,
-                    num_rounds=rounds,
-                    num_drafted=2 * rounds,
-                    num_accepted=rounds,
+                answers.put_nowait(
+                    Delta(
+                        request_id=request.request_id,
+                        token_ids=(number,),
+                        finish_reason=reason,
+                        num_rounds=rounds,
+                        num_drafted=2 * rounds,
+                        num_accepted=rounds,
+                    )
                 )
         finally:
             self.num_open -= 1

@@ -8,6 +8,7 @@ import pytest
 
 from autoscale.cost_model import RoundCost
 from autoscale.lane_policy import LanePolicy
+from autoscale.overlap import best_overlap
 from autoscale.price import expected_tokens
 from autoscale.signals import DepthTable
 from engine.types import StepReport
@@ -355,6 +356,24 @@ def test_asking_twice_in_a_round_answers_the_same_in_overlap():
     assert _first_round(policy, 2) == first
     assert policy.fan_out("r0", first[0][0], 2, 0.02) == first[1][0]
     assert policy.patience_s(2, 2, 0.01) == policy.patience_s(2, 2, 0.02) > policy.patience_s(2, 1, 0.02) > 0
+
+
+def test_looking_ahead_leaves_nothing_to_search():
+    """Bug guarded: the model of overlapped rounds is searched between two verifies, while every request waits."""
+    policy = make_policy()
+    lane = PacedLane(policy, 4)
+    lane.play(40)
+    searched = []
+    for _ in range(40):
+        policy.look_ahead(4)
+        before = best_overlap.cache_info().misses
+        lane.round()
+        searched.append(best_overlap.cache_info().misses - before)
+    assert sum(searched) == 0
+    assert lane.totals.overlapped > 0
+    best_overlap.cache_clear()
+    lane.play(40)
+    assert best_overlap.cache_info().misses > 0, "the control: rounds that nobody looked ahead for do search"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])

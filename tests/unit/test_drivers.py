@@ -213,6 +213,74 @@ async def test_rounds_are_timed() -> None:
     assert {report.round_time_s for report in lane.reports} == {0.25}
 
 
+class Thinker(Patient):
+    """Notes when it looks ahead, and then breaks."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 0)
+        self.looked: list[int] = []
+        self.has_looked = asyncio.Event()
+
+    def look_ahead(self, batch_size: int) -> None:
+        self.looked.append(batch_size)
+        self.has_looked.set()
+        raise ZeroDivisionError
+
+
+async def test_the_policy_looks_ahead_while_the_target_verifies(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug guarded: the search for the next round's depth runs when the verify has ended, and its time is added to the round; or
+    a policy that breaks there costs the round.
+    """
+    lane = Lane()
+    lane.scheduler.policy = policy = Thinker()
+    lane.target.gate.clear()
+    async with running(lane):
+        first = asyncio.create_task(lane.tokens("a", [1]))
+        await policy.has_looked.wait()
+        assert policy.looked == [1], "the first round's one request is being verified"
+        lane.target.gate.set()
+        assert await first == expected([1], 12)
+    assert "could not look ahead" in caplog.text
+
+
+async def test_deltas_are_handed_over_without_waking_anybody() -> None:
+    """Bug guarded: a task wakes for every request in every round: with hundreds of requests that takes longer than the step."""
+    async with running(Lane()) as lane:
+        deltas: list[Delta] = []
+        request = GenerateRequest(request_id="a", prompt_ids=(1,), params=SamplingParams(temperature=0.0, max_tokens=12))
+        await lane.driver.play(request, deltas.append)
+        assert [token for delta in deltas for token in delta.token_ids] == expected([1], 12)
+        assert deltas[-1].finish_reason == FinishReason.LENGTH
+
+
+async def test_who_cannot_take_its_deltas_ends_alone() -> None:
+    """Bug guarded: one answer that is too large for its stream fails the round of everybody, or leaves its request running."""
+
+    def refuse(delta: Delta) -> None:
+        raise ValueError("too large")
+
+    async with running(Lane()) as lane:
+        request = GenerateRequest(request_id="a", prompt_ids=(1,), params=SamplingParams(temperature=0.0, max_tokens=1000))
+        other = asyncio.create_task(lane.tokens("b", [2]))
+        with pytest.raises(ValueError, match="too large"):
+            await lane.driver.play(request, refuse)
+        assert await other == expected([2], 12)
+        await lane.until_idle()
+        assert not lane.target.model.sequences
+
+
+async def test_leaving_a_request_that_is_played_cancels_it() -> None:
+    """Bug guarded: a client that is gone keeps its place in the batch."""
+    async with running(Lane()) as lane:
+        request = GenerateRequest(request_id="a", prompt_ids=(1,), params=SamplingParams(temperature=0.0, max_tokens=1000))
+        began = asyncio.Event()
+        played = asyncio.create_task(lane.driver.play(request, lambda delta: began.set()))
+        await began.wait()
+        played.cancel()
+        await lane.until_idle()
+        assert not lane.target.model.sequences
+
+
 # --- overload and refusals --------------------------------------------------------------------------------------------------
 
 

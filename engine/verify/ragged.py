@@ -55,7 +55,7 @@ float32 1.6e-4, bfloat16 0.78. float16, not measured, is eight times as precise 
 """
 KERNEL_CHOICES: tuple[tuple[Kernels, Kernels], ...] = (("fast", "fast"), ("invariant", "fast"), ("invariant", "invariant"))
 """Kernels of attention and of linear layers, the cheaper ones first."""
-STEP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+STEP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 STEP_CONTEXT = 64
 """Tokens in the cache while step times are measured."""
 STEP_BUDGET_S = 2.0
@@ -417,11 +417,15 @@ def largest_error(dtype: torch.dtype, weights: Weights) -> float:
 
 
 def median_step_times(time_step: Callable[[int], float], room: int) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) for `STEP_SIZES` up to ``room``: medians of up to three after a first one, within `STEP_BUDGET_S`."""
+    """(tokens, seconds) for `STEP_SIZES` up to ``room``: medians of up to three after a first one, within `STEP_BUDGET_S`.
+
+    A step is left out when twice the time of the one before it, of half the size, is more than what is left.
+    """
     samples: dict[int, list[float]] = {size: [] for size in STEP_SIZES if size <= room}
     deadline = time.perf_counter() + STEP_BUDGET_S
     for size in [*samples] * 4:
-        if time.perf_counter() < deadline:
+        before = samples.get(size // 2, [0.0])
+        if before and time.perf_counter() + 2 * before[-1] < deadline:
             samples[size].append(time_step(size))
     return tuple((size, median(times[1:] or times)) for size, times in samples.items() if times)
 

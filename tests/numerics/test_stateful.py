@@ -21,7 +21,7 @@ from engine.types import GenerateRequest, ProposeItem, ProposeRequest, SamplingP
 from engine.verify.attention import Chunk
 from engine.verify.blocks import CachedSequence
 from engine.verify.load import load_engine_model
-from engine.verify.ragged import RaggedModel
+from engine.verify.ragged import STEP_SIZES, RaggedModel
 from engine.verify.stateful import BLOCK_SIZE, COPY_SPACING, MOST_REPLAYED, NUM_COPIES, SequenceState, StatefulModel
 from engine.verify.target import Target
 
@@ -220,7 +220,7 @@ def test_step_times_are_measured_and_leave_nothing_behind(family: str, monkeypat
     monkeypatch.setattr("engine.verify.ragged.STEP_BUDGET_S", 0.2)
     model = stateful(family)
     times = measure_step_times(model)
-    assert [size for size, _ in times] == [1, 2, 4, 8, 16, 32, 64][: len(times)]
+    assert [size for size, _ in times] == list(STEP_SIZES[: len(times)])
     assert times
     assert all(seconds > 0 for _, seconds in times)
     assert model.cache.pool.num_free == model.cache.pool.num_blocks

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from engine.calibrate import DRAFT_ROWS, TARGET_TOKENS, measure_draft, measure_target
 from engine.testing import ScriptedDraft, ScriptedTarget
-from engine.types import ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
+from engine.types import ProposeReply, ProposeRequest, Verdict, VerifyReply, VerifyRequest
 
 
 async def test_target_steps_have_the_sizes_they_are_reported_for() -> None:
@@ -21,6 +21,20 @@ async def test_target_steps_have_the_sizes_they_are_reported_for() -> None:
     sent = {len(item.tokens) + len(item.draft) for request in target.requests for item in request.items if item.sample}
     assert sent == set(TARGET_TOKENS)
     assert not target.sequences, "a synthetic sequence keeps its KV blocks for ever"
+
+
+async def test_a_target_without_room_is_measured_as_far_as_it_goes() -> None:
+    """Bug guarded: a step that was refused, for a context or a KV cache that is too small, is measured as infinitely fast."""
+    target = ScriptedTarget(lambda ids: 1)
+
+    async def verify(request: VerifyRequest) -> VerifyReply:
+        reply = target.verify(request)
+        if any(len(item.draft) > 8 for item in request.items):
+            return replace(reply, verdicts=tuple(Verdict(sequence_id=v.sequence_id, error="kv_full") for v in reply.verdicts))
+        return reply
+
+    assert [size for size, _ in await measure_target(verify)] == [1, 2, 4, 8]
+    assert not target.sequences
 
 
 async def test_draft_steps_have_the_rows_they_are_reported_for() -> None:

@@ -21,6 +21,7 @@ from deployments.controller import Controller
 from deployments.draft import Draft
 from deployments.handle_calls import complete_call, load_served_model, stream_call
 from deployments.lanes import StreamLanes, lanes_for_load
+from deployments.memory import freeze_loaded
 from deployments.messages import Directory, LaneStatus
 from deployments.router import Router
 from deployments.wire import read_tls
@@ -127,6 +128,7 @@ class Api:
             api_keys=_read_keys(self._config.api.keys_file),
             request_timeout_s=self._config.api.request_timeout_s,
         )
+        freeze_loaded()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_http_app(self._state)

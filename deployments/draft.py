@@ -13,6 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.merged_draft import MergedDraft
+from deployments.memory import freeze_loaded
 from deployments.messages import DraftReport
 from deployments.wire import PROTOCOL_VERSION, WireServer, read_tls
 from engine.config import parse_config
@@ -48,6 +49,7 @@ class Draft:
             process_id=os.getpid(),
         )
         self._announcing = asyncio.create_task(self._announce())
+        freeze_loaded()
 
     async def check_health(self) -> None:
         """Serve's liveness probe: a replica that no longer announces itself is replaced."""

@@ -15,6 +15,7 @@ from autoscale.signals import LaneReport
 from deployments.counters import LaneCounters
 from deployments.draft_pool import DraftPool, shares_cores
 from deployments.lanes import OPEN_REQUESTS
+from deployments.memory import freeze_loaded
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget
 from deployments.target import TargetActor
@@ -79,6 +80,7 @@ class Router:
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
         self._calibrations_due_s = _calibration_times()
         self._calibrations: list[asyncio.Task[None]] = []
+        freeze_loaded()
 
     async def _generate(self, body: bytes, caller: str, answers: Answers) -> None:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first delta."""

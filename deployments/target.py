@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
+from deployments.memory import freeze_loaded
 from deployments.wire import WireServer, decode, read_tls
 from engine.config import parse_config
 from engine.types import VerifyReply, VerifyRequest
@@ -25,6 +26,7 @@ class TargetActor:
         self._target = self._forwards.submit(build_served_target, parsed).result()
         self._address: str | None = None
         self._server = WireServer({"verify": self._verify}, secret, tls=read_tls(parsed.streams))
+        freeze_loaded()
 
     async def hello(self) -> tuple[str, int, dict[str, Any]]:
         """Stream address, process id and model info."""

@@ -67,7 +67,7 @@ class InvalidTransitionError(RuntimeError):
     """A bug in the scheduler: an event arrived in a state that does not know it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Committed:
     """What of a run of tokens is shown: everything after the first stop is gone, from ids and logprobs alike."""
 
@@ -115,6 +115,11 @@ class Request:
     def num_pending(self) -> int:
         """Committed tokens that the target has not seen; 1 while decoding."""
         return len(self.ids) - self.target_length
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether logprobs of the prompt are still to be made or handed out."""
+        return self._scores is not None
 
     @property
     def context(self) -> SequenceContext:

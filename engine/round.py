@@ -85,7 +85,7 @@ def _verify_request(round_id: int, plan: Plan, proposals: dict[str, Proposal], r
 
 def _verify_item(item: Planned, proposal: Proposal | None) -> VerifyItem:
     request = item.request
-    first_scored, scored = request.unscored(item.start, item.end)
+    first_scored, scored = request.unscored(item.start, item.end) if request.is_scored else (0, ())
     return VerifyItem(
         sequence_id=request.id,
         base_length=item.start,
@@ -102,7 +102,7 @@ def _verify_item(item: Planned, proposal: Proposal | None) -> VerifyItem:
 # --- accept -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Settled:
     delta: Delta | None = None
     drafted: int = 0
@@ -119,11 +119,12 @@ def _settle(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
         request.apply(Event.LOSE_CACHE)
         request.target_length = 0
         return _Settled()
-    scores = verdict.prompt_logprobs or ()
-    problem = _problem_of_scores(scores, request.unscored(item.start, item.end)[1])
-    if problem is not None:
-        return _fail(scheduler, request, problem)
-    request.add_scores(scores)
+    if request.is_scored or verdict.prompt_logprobs:
+        scores = verdict.prompt_logprobs or ()
+        problem = _problem_of_scores(scores, request.unscored(item.start, item.end)[1])
+        if problem is not None:
+            return _fail(scheduler, request, problem)
+        request.add_scores(scores)
     if not item.sample:
         return _prefill(scheduler, item)
     return _commit(scheduler, item, found, verdict)

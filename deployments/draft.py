@@ -12,8 +12,8 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.merged_draft import MergedDraft
 from deployments.memory import freeze_loaded
+from deployments.merged_draft import MergedDraft
 from deployments.messages import DraftReport
 from deployments.wire import PROTOCOL_VERSION, WireServer, read_tls
 from engine.config import parse_config

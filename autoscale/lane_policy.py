@@ -5,16 +5,18 @@ from typing import Any
 
 import msgspec
 
-from autoscale.acceptance import AcceptanceEstimator
+from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
+from autoscale.allocation import allocate
 from autoscale.cost_model import OverlapCost, RoundCost, StepCost
-from autoscale.depth import depth_at
+from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
 from autoscale.overlap import Overlap, ask_gains, best_overlap, worth_waiting_s
+from autoscale.pace import Paces
 from autoscale.prepared import OverlapLearner
 from autoscale.price import best_depth, price, price_at, throughput
 from autoscale.signals import DepthTable, OverlapReport, StepTimes
 from autoscale.stabilise import DwellGate, GateMemory
-from engine.types import StepReport
+from engine.types import DepthRequest, StepReport
 
 TABLE_MAX_AGE_S = 5.0
 PROBE_INTERVAL = 64
@@ -37,6 +39,8 @@ class _Plan(msgspec.Struct, frozen=True):
     batch: int
     predicted_batch: float
     price: float
+    rate: float
+    """Tokens per second of the lane (Theta) at which a position's price is what it is."""
     alpha: float
     is_open: bool
     may_probe: bool
@@ -51,8 +55,10 @@ class _Plan(msgspec.Struct, frozen=True):
     cost: OverlapCost
     laws: HitLaws
     """These three: rounded, what `candidate` was found with."""
+    survivals: dict[int, tuple[float, ...]]
+    """By acceptance in percent: over as many positions as may pay."""
     depths: dict[str, int]
-    """Answers of `LanePolicy.depth` in this round."""
+    """Answers of `LanePolicy.depths` in this round."""
     guesses: dict[tuple[float, int], tuple[int, ...]]
     """Answers of `LanePolicy.fan_out` in this round, by acceptance and draft length."""
 
@@ -97,12 +103,14 @@ class LanePolicy:
         hop_s: float = 0.0,
         fan_out: int | None = None,
         overlaps: bool = False,
+        latency_objective_s: float | None = None,
     ):
         """Build from the workers' start-up profiles, (tokens or rows, seconds).
 
         ``draft_step_times`` None or empty: drafts cost nothing. ``fixed_depth`` (``speculation.depth``) bypasses everything but
         the room of a request. ``hop_s`` is the way to the draft and back. ``fan_out`` (``speculation.fan_out``): None chooses
         by the cost model, a number guesses so many tokens for every number of accepted ones, 0 keeps rounds sequential.
+        ``latency_objective_s``: time per output token that no request should be slower than (`autoscale.pace`).
         """
         self.overlaps = overlaps
         self._max_depth = max_depth
@@ -111,6 +119,7 @@ class LanePolicy:
         self._depths = tuple(range(max_depth + 1)) if fixed_depth is None else (fixed_depth,)
         self._fan_out = fan_out
         self._acceptance = AcceptanceEstimator(prior_alpha)
+        self._paces = Paces(latency_objective_s)
         self._learner = OverlapLearner(HitLaws())
         self._gate = DwellGate(dwell_s)
         self._gate_memory = GateMemory()
@@ -133,6 +142,11 @@ class LanePolicy:
     def acceptance(self) -> float:
         """Mean acceptance per tested draft token, for the lane's report."""
         return self._acceptance.prior
+
+    @property
+    def calibration(self) -> Calibration:
+        """Predicted against observed survival of the draft tokens."""
+        return self._acceptance.calibration
 
     @property
     def position_table(self) -> tuple[tuple[float, float], ...]:
@@ -163,15 +177,25 @@ class LanePolicy:
             hop_s=self._cost.alone.hop_s,
         )
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        """Draft tokens that this request gets in this round, 0..room, when ``batch_size`` requests decode."""
+    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
+        """Draft tokens that each request gets in this round, 0..room, when ``batch_size`` requests decode."""
         if self._fixed_depth is not None:
-            return max(0, min(self._fixed_depth, room))
-        if min(self._max_depth, room) <= 0:
-            return 0
+            return [max(0, min(self._fixed_depth, request.room)) for request in requests]
+        if self._max_depth == 0:
+            return [0] * len(requests)
         plan = self._plan_round(batch_size, now_s)
-        depth = plan.depths[request_id] = self._wanted_depth(request_id, room, plan)
-        return depth
+        worths = [self._survival(request, plan, self._paces.worth(request, now_s)) for request in requests]
+        if not plan.is_open:
+            depths = [0] * len(requests)
+        elif plan.overlap is not None:
+            depths = [choose_depth(worth, plan.price, len(worth)) for worth in worths]
+        else:
+            depths = allocate(worths, plan.rate, self._cost.alone, plan.effective_batch)
+        for index, request in enumerate(requests):
+            if depths[index] == 0 and request.room > 0:
+                depths[index] = self._probe_depth(request.request_id, plan)
+            plan.depths[request.request_id] = depths[index]
+        return depths
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """Outcomes to prepare while a draft of ``draft_length`` tokens is verified: guesses for 0..draft_length accepted.
@@ -181,9 +205,8 @@ class LanePolicy:
         plan = self._plan_later(batch_size, now_s)
         if plan.overlap is None:
             return ()
-        depth = plan.depths.get(request_id)
-        if depth is None:
-            depth = self._wanted_depth(request_id, self._max_depth, plan)
+        depth = self._max_depth if self._fixed_depth is None else self._fixed_depth
+        depth = plan.depths.get(request_id, depth)
         if depth == 0:
             return ()
         key = (round(20 * self._acceptance.alpha(request_id)) / 20, draft_length)
@@ -235,6 +258,7 @@ class LanePolicy:
     def finished(self, request_id: str) -> None:
         """Forget a request that ended."""
         self._acceptance.forget(request_id)
+        self._paces.forget(request_id)
         self._probe_intervals.pop(request_id, None)
         self._drafted_in.pop(request_id, None)
 
@@ -297,7 +321,8 @@ class LanePolicy:
             return {"depth": self._fixed_depth, **mode, "reason": reason + (self._mode_reason(plan) if plan else "")}
         if plan is None:
             return {"depth": 0, "reason": "no request has decoded yet"}
-        depth = depth_at(plan.alpha, plan.price, self._deepest(plan)) if plan.is_open else 0
+        typical = self._acceptance.survival_at(plan.alpha, self._deepest(plan))
+        depth = choose_depth(typical, plan.price, len(typical)) if plan.is_open else 0
         return {
             "batch": plan.batch,
             "predicted_batch": plan.predicted_batch,
@@ -341,12 +366,9 @@ class LanePolicy:
         is_overlapped = self._chooses_overlap(candidate, sequential, now_s)
         overlap = candidate if is_overlapped else None
         rows = (table.overlapped_prices if overlap else table.prices) if table else ()
-        if rows:
-            current = price_at(rows, effective)
-        elif overlap:
-            current = overlap.price(alpha)
-        else:
-            current, _ = price(effective, alpha, alone, self._max_depth)
+        own, depth = (overlap.price(alpha), overlap.depth) if overlap else price(effective, alpha, alone, self._max_depth)
+        current = price_at(rows, effective) if rows else own
+        rate = throughput(effective, depth, alpha, alone) * (current / own if own > 0 else 1.0)
         is_open, self._gate_memory = self._gate.step(current, alpha, self._gate_memory, now_s)
         good = self._candidate(effective, PROBE_ALPHA, cost, laws) if overlap else None
         may_probe = (good.depth if good else best_depth(effective, PROBE_ALPHA, alone, self._max_depth)) > 0
@@ -354,6 +376,7 @@ class LanePolicy:
             batch=batch,
             predicted_batch=predicted,
             price=current,
+            rate=rate,
             alpha=alpha,
             is_open=is_open,
             may_probe=may_probe,
@@ -365,6 +388,7 @@ class LanePolicy:
             model_alpha=model_alpha,
             cost=cost,
             laws=laws,
+            survivals={},
             depths={},
             guesses={},
         )
@@ -402,14 +426,15 @@ class LanePolicy:
         """No request drafts deeper: in overlapped rounds, what the draft prepares in time, or more where that pays."""
         return self._max_depth if plan.overlap is None else min(plan.overlap.deepest, self._max_depth)
 
-    def _wanted_depth(self, request_id: str, room: int, plan: _Plan) -> int:
-        if self._fixed_depth is not None:
-            return min(self._fixed_depth, room)
-        if plan.is_open:
-            paying = depth_at(self._acceptance.alpha(request_id), plan.price, min(self._deepest(plan), room))
-            if paying:
-                return paying
-        return self._probe_depth(request_id, plan)
+    def _survival(self, request: DepthRequest, plan: _Plan, worth: float) -> Sequence[float]:
+        """By position, as far as the request has room and may draft, each token counted ``worth`` times."""
+        percent = round(100 * self._acceptance.alpha(request.request_id))
+        survival = plan.survivals.get(percent)
+        if survival is None:
+            survival = self._acceptance.survival_at(min(percent / 100, MAX_ALPHA), self._deepest(plan))
+            plan.survivals[percent] = survival
+        survival = survival[: max(request.room, 0)]
+        return survival if worth == 1.0 else [worth * probability for probability in survival]
 
     def _fresh_table(self, now_s: float) -> DepthTable | None:
         if self._table is None:

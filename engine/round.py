@@ -58,8 +58,9 @@ def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: boo
     prepares = drafts and prepares
     plan = scheduler.plan(now_s, drafts=drafts, prepares=prepares)
     found = yield from gather_drafts(scheduler, plan, round_id, now_s, prepares=prepares)
-    if drafts and scheduler.info.max_draft_depth == 0 and plan.batch_size:
-        found.fallbacks["target_takes_no_drafts"] = plan.batch_size
+    decoding = sum(item.request.state is State.DECODING for item in plan.items)
+    if drafts and scheduler.info.max_draft_depth == 0 and decoding:
+        found.fallbacks["target_takes_no_drafts"] = decoding
 
     prepare = prepare_next(scheduler, plan, found, round_id, now_s) if prepares else None
     released = tuple(scheduler.target_released)

@@ -8,14 +8,17 @@ from typing import Protocol
 from engine.errors import Overloaded
 from engine.propose.outcomes import OutcomeCache
 from engine.request import Event, Request, State
-from engine.types import ModelInfo, StepReport
+from engine.types import DepthRequest, ModelInfo, StepReport
 
 
 class DepthPolicy(Protocol):
     """Decides how deep a request speculates. `autoscale.lane_policy.LanePolicy` follows the load; `FixedDepth` does not."""
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        """Depth for the coming round, from 0 to ``room``. Asked too for a prompt whose draft may be prepared beside it."""
+    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
+        """Depths for the coming round, each from 0 to the request's ``room``; ``batch_size`` requests decode.
+
+        Asked too for prompts whose drafts may be prepared beside them.
+        """
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """How many next tokens to prepare for after 0, 1, ..., ``draft_length`` accepted ones; () = prepare nothing."""
@@ -51,9 +54,9 @@ class FixedDepth:
         self._fan_out = fan_out
         self._asks = asks
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         """As many of the fixed number as there is room for."""
-        return min(self._depth, room)
+        return [min(self._depth, request.room) for request in requests]
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """The fixed number everywhere."""
@@ -108,8 +111,9 @@ class Plan:
 
     @property
     def batch_size(self) -> int:
-        """Requests that decode."""
-        return sum(item.request.state is State.DECODING for item in self.items)
+        """Requests that decode; where none does yet, those that will after this round."""
+        decoding = sum(item.request.state is State.DECODING for item in self.items)
+        return decoding or sum(item.sample for item in self.items)
 
 
 class Scheduler:
@@ -226,9 +230,7 @@ class Scheduler:
                 budget -= chunk
                 plan.items.append(Planned(request, request.target_length, request.target_length + chunk))
         if drafts:
-            self._choose_depths(plan, now_s)
-        if drafts and prepares:
-            self._choose_first_depths(plan, now_s)
+            self._choose_depths(plan, now_s, prepares)
         return plan
 
     def room(self, request: Request) -> int:
@@ -238,29 +240,31 @@ class Scheduler:
             left = left if bound is None else min(left, bound)
         return max(left, 0)
 
-    def _choose_depths(self, plan: Plan, now_s: float) -> None:
-        batch_size = plan.batch_size
+    def _choose_depths(self, plan: Plan, now_s: float, prepares: bool) -> None:
+        """Depths of the requests that decode; with ``prepares`` also how deep those that are still prefilled are going to
+        speculate: the draft may read their prompts meanwhile.
+        """
+        items = [item for item in plan.items if prepares or item.request.state is State.DECODING]
+        if not items:
+            return
+        asked = [DepthRequest(item.request.id, self._room_of(item), item.request.num_output) for item in items]
+        depths = self.policy.depths(asked, max(plan.batch_size, 1), now_s)
         spare = self._num_blocks - sum(self._blocks(len(request.ids) + 1) for request in self.running)
-        for item in plan.items:
-            request = item.request
-            if request.state is not State.DECODING:
+        for item, (_, room, _), depth in zip(items, asked, depths, strict=True):
+            if item.request.state is not State.DECODING:
+                item.next_depth = depth
                 continue
-            room = self.room(request)
-            depth = self.policy.depth(request.id, room, batch_size, now_s)
             item.next_depth = max(min(depth, room - 1), 0)  # the round makes one token at least
-            length = len(request.ids)
+            length = len(item.request.ids)
             while depth and self._blocks(length + 1 + depth) - self._blocks(length + 1) > spare:
                 depth -= 1
             spare -= self._blocks(length + 1 + depth) - self._blocks(length + 1)
             item.depth = depth
 
-    def _choose_first_depths(self, plan: Plan, now_s: float) -> None:
-        """How deep the requests that are still prefilled are going to speculate: the draft may read their prompts meanwhile."""
-        prefilling = [item for item in plan.items if item.request.state is not State.DECODING]
-        batch_size = sum(item.sample for item in plan.items)
-        for item in prefilling:
-            room = max(self.room(item.request) - 1, 0)
-            item.next_depth = self.policy.depth(item.request.id, room, max(batch_size, 1), now_s)
+    def _room_of(self, item: Planned) -> int:
+        """In this round, or, for a prompt, in the first one after it has a token."""
+        room = self.room(item.request)
+        return room if item.request.state is State.DECODING else max(room - 1, 0)
 
     def _make_room(self, plan: Plan) -> None:
         """Preempt from the youngest until the others fit with one more token each."""

@@ -5,7 +5,7 @@ worker's KV cache; rolling back is sending a smaller ``base_length`` than before
 """
 
 from enum import StrEnum
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -311,6 +311,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     num_rounds: int = 0
     depth: int = 0
     """Depth of the round that made this delta."""
+
+
+class DepthRequest(NamedTuple):
+    """A request that may speculate in the coming round, as a depth policy sees it."""
+
+    request_id: str
+    room: int
+    """Most draft tokens that can be of use."""
+    num_output: int = 0
+    """Tokens it has generated so far."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

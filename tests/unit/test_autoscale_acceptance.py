@@ -1,10 +1,13 @@
+import math
 import random
+from itertools import pairwise
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, survival
+from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration, survival
 
 
 def _play(estimator, request_id, alpha, rounds, depth, source):
@@ -89,7 +92,7 @@ def test_survival_falls_with_the_position_and_is_never_certain():
     """Guards against survival 1, at which no price can limit the depth."""
     estimator = AcceptanceEstimator(1.0)
     values = estimator.survival("r", 4)
-    assert values == tuple(MAX_ALPHA**j for j in (1, 2, 3, 4))
+    assert values == pytest.approx([MAX_ALPHA**j for j in (1, 2, 3, 4)])
     assert survival(0.5, 0) == ()
 
 
@@ -99,7 +102,7 @@ def test_position_table_counts_each_position_once_it_was_reached():
     estimator.observe("r", 4, 2)
     assert estimator.position_table() == ((1, 1), (1, 1), (1, 0))
     estimator.observe("r", 4, 0)
-    assert estimator.position_table()[0] == pytest.approx((1.98, 0.98))
+    assert estimator.position_table()[0] == pytest.approx((1.995, 0.995))
     assert estimator.position_table()[1:] == ((1, 1), (1, 0))
 
 
@@ -112,3 +115,69 @@ def test_any_observation_leaves_probabilities(observations):
     assert 0 <= estimator.alpha("r") <= MAX_ALPHA
     assert 0 <= estimator.prior <= MAX_ALPHA
     assert all(0 <= accepted <= tested for tested, accepted in estimator.position_table())
+
+
+def _fade(estimator, rates, num_drafts, depth=6, name="r", seed=1):
+    """Drafts of a request whose acceptance by position is ``rates``."""
+    rng = random.Random(seed)
+    for _ in range(num_drafts):
+        accepted = next((j for j in range(depth) if rng.random() >= rates[j]), depth)
+        estimator.observe(name, depth, accepted)
+
+
+FADING = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+"""A draft that is worse the further it is from what the target has said."""
+
+
+def test_survival_follows_the_positions():
+    """Bug guarded: one rate for all positions: the first ones look worse than they are, the last ones better."""
+    estimator, seen, alphas = AcceptanceEstimator(), [], []
+    for turn in range(600):
+        _fade(estimator, FADING, 1, seed=turn)
+        seen.append(estimator.survival("r", 6))
+        alphas.append(estimator.alpha("r"))
+    means = [fmean(position) for position in zip(*seen[100:], strict=True)]
+    expected = [math.prod(FADING[: j + 1]) for j in range(6)]
+    assert means == pytest.approx(expected, abs=0.06)
+    assert expected[0] - fmean(alphas[100:]) > 0.06, "the control: one rate would not do"
+
+
+def test_a_better_request_is_better_at_every_position():
+    """Bug guarded: what the class knows of the positions drowns what is known of the request."""
+    estimator = AcceptanceEstimator()
+    for turn in range(60):
+        _fade(estimator, FADING, 2, seed=turn)
+        _fade(estimator, (0.98,) * 6, 2, name="good", seed=turn)
+    typical, good = estimator.survival("r", 6), estimator.survival("good", 6)
+    assert all(one < other for one, other in zip(typical, good, strict=True))
+
+
+def test_survival_beyond_what_was_tested_goes_on_falling():
+    """Bug guarded: positions that no draft has reached yet are certain, or impossible: depth could never grow again."""
+    estimator = AcceptanceEstimator()
+    _fade(estimator, FADING, 50, depth=2)
+    survivals = estimator.survival("r", 8)
+    assert len(survivals) == 8
+    assert all(0 < later < earlier for earlier, later in pairwise(survivals))
+
+
+@pytest.mark.parametrize("rates", [FADING, (0.8,) * 6, (0.3, 0.5, 0.7, 0.7, 0.7, 0.7)], ids=["fading", "alike", "rising"])
+def test_what_is_predicted_comes_true(rates):
+    """Bug guarded: survival that is off by more than 5 points, so that the price admits what does not pay."""
+    estimator = AcceptanceEstimator()
+    for turn in range(400):
+        for name in range(4):
+            _fade(estimator, rates, 1, name=f"r{name}", seed=10 * turn + name)
+    assert estimator.calibration.error < 0.05
+    assert sum(count for *_, count in estimator.calibration.table()) > 500
+
+
+def test_the_check_of_predictions_finds_a_wrong_one():
+    """The control of the test before: predictions that are 20 points off are told from good ones."""
+    calibration, rng = Calibration(), random.Random(4)
+    assert calibration.error is None
+    for _ in range(2000):
+        calibration.add(0.7, rng.random() < 0.5)
+    assert calibration.error == pytest.approx(0.2, abs=0.04)
+    ((predicted, survived, _),) = calibration.table()
+    assert (predicted, survived) == pytest.approx((0.7, 0.5), abs=0.04)

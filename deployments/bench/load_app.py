@@ -33,7 +33,7 @@ def own_application(config: OutriderConfig, emulation: str | None, api: str, hea
             config = _emulated(Path(folder), emulation, config)
         _check(config)
         with _served(config) as lane:
-            yield _endpoint(config, api, headers), _arms(lane, calibrate=emulation is None)
+            yield _endpoint(config, api, headers), lane_arms(lane, calibrate=emulation is None)
 
 
 def _emulated(folder: Path, emulation: str, config: OutriderConfig) -> OutriderConfig:
@@ -79,8 +79,11 @@ def _endpoint(config: OutriderConfig, api: str, headers: dict[str, str]) -> Endp
     return find_endpoint(f"http://{config.api.host}:{config.api.port}", api=api, headers=headers)
 
 
-def _arms(lane: BenchLane, *, calibrate: bool) -> list[Arm]:
-    """``calibrate``: measure the models while nothing else runs. Emulated ones announce how long all their steps take."""
+def lane_arms(lane: BenchLane, *, calibrate: bool) -> list[Arm]:
+    """No speculation, the fixed depths, and adaptive, each switched on before its load.
+
+    ``calibrate``: measure the models while nothing else runs. Emulated ones announce how long all their steps take.
+    """
     lane.use({"depth": "auto"}, afresh=calibrate)
     depths: dict[str, Any] = {OFF: 0, **{fixed(depth): depth for depth in FIXED_DEPTHS}, ADAPTIVE: "auto"}
     return [Arm(name, {}, partial(lane.use, {"depth": depth})) for name, depth in depths.items()]

@@ -34,13 +34,11 @@ class Endpoint:
     is_outrider: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def client(self, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    def client(self) -> httpx.AsyncClient:
         """For any number of requests at once; it waits for connections, never for a free place in a pool."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None)
-        return httpx.AsyncClient(
-            base_url=self.url, headers=dict(self.headers), limits=limits, timeout=timeout, transport=transport
-        )
+        return httpx.AsyncClient(base_url=self.url, headers=dict(self.headers), limits=limits, timeout=timeout)
 
     def body(self, prompt: str, **params: Any) -> dict[str, Any]:
         """A streaming request that asks for its usage."""
@@ -58,12 +56,7 @@ class Arm:
 
 
 def find_endpoint(
-    url: str,
-    *,
-    model: str | None = None,
-    api: str = "chat",
-    headers: Mapping[str, str] | None = None,
-    transport: httpx.BaseTransport | None = None,
+    url: str, *, model: str | None = None, api: str = "chat", headers: Mapping[str, str] | None = None
 ) -> Endpoint:
     """Ask ``/v1/models`` what is served; ``model`` None takes the only one there is.
 
@@ -72,7 +65,7 @@ def find_endpoint(
     """
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx.Client(headers=dict(headers or {}), timeout=CONNECT_TIMEOUT_S, transport=transport) as client:
+        with httpx.Client(headers=dict(headers or {}), timeout=CONNECT_TIMEOUT_S) as client:
             response = client.get(f"{base}/v1/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OutriderError(f"--url {url}: cannot be reached ({_reason(error)})") from None

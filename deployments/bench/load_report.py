@@ -156,7 +156,7 @@ def summary(results: Results, *, is_open: bool) -> dict[str, Any]:
     worst, slowest = _extreme(min, against_best), _extreme(max, ttft)
     return {
         "points": [_point(results, arm, level, is_open) for level in results.levels for arm in results.arms],
-        "break_even_concurrency": _whole(_all_lose([by_arm[arm] for arm in results.fixed_arms] or list(by_arm.values()))),
+        "break_even_concurrency": _whole(_all_lose(by_arm)),
         "break_even_by_arm": {arm: _whole(level) for arm, level in by_arm.items()},
         "worst_adaptive_vs_best": _rounded(median(worst)),
         "worst_adaptive_vs_best_spread": _spread(worst),
@@ -177,8 +177,9 @@ def _extreme(choose: Callable[..., list[float]], ratios: Sequence[list[float]]) 
     return choose((own for own in ratios if own), key=statistics.median, default=[])
 
 
-def _all_lose(levels: Sequence[float | None]) -> float | None:
-    """From where on every one of these loses."""
+def _all_lose(by_arm: Mapping[str, float | None]) -> float | None:
+    """From where on every fixed depth loses; without fixed depths, adaptive, which hardly can lose: it stops speculating."""
+    levels = [level for arm, level in by_arm.items() if arm != ADAPTIVE] or list(by_arm.values())
     known = [level for level in levels if level is not None]
     return max(known) if known and len(known) == len(levels) else None
 
@@ -224,7 +225,8 @@ def print_report(result: Mapping[str, Any], console: Console) -> None:
     points: list[dict[str, Any]] = result["points"]
     console.print(_points_table(points))
     console.print(
-        "medians of the repetitions, ratios repetition by repetition (least-most); accepted: tokens per target forward"
+        "TTFT and ITL: p50; accepted: tokens per target forward; medians of the repetitions, ratios "
+        "repetition by repetition (least-most)"
     )
     if result["break_even_by_arm"]:
         console.print(_break_even_line(result))
@@ -257,7 +259,8 @@ def _break_even_line(result: Mapping[str, Any]) -> str:
 
 def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:
     is_open = points[0]["rate"] is not None
-    table = Table("per s" if is_open else "at once", box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("per s" if is_open else "load", no_wrap=True)
     table.add_column("arm", no_wrap=True)
     for name in ("tokens/s", "× none", "TTFT ms", "ITL ms", "accepted"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -310,6 +313,7 @@ def draw_points(path: Path, points: Sequence[Mapping[str, Any]], title: str) -> 
     drawing = Drawing(figsize=(13, 4.5), layout="constrained")
     panels = {"tokens_per_s": "tokens/s", "ttft_p50_s": "TTFT p50, s", "itl_p50_s": "ITL p50, s per token"}
     for axes, (key, label) in zip(drawing.subplots(1, len(panels)), panels.items(), strict=True):
+        axes.set_prop_cycle(color=["tab:blue", "tab:cyan", "tab:green", "tab:olive"])  # red is the adaptive one
         for arm in dict.fromkeys(point["arm"] for point in points):
             own = [point for point in points if point["arm"] == arm and point[key] is not None]
             style = {OFF: "k--", ADAPTIVE: "r-"}.get(arm, "-")

@@ -186,7 +186,7 @@ def _all_lose(by_arm: Mapping[str, float | None]) -> float | None:
 
 def _point(results: Results, arm: str, level: float, is_open: bool) -> dict[str, Any]:
     cells = results.cells[arm, level]
-    ratios = results.ratios(arm, OFF, level, "tokens_per_s")
+    ratios = [] if is_open else results.ratios(arm, OFF, level, "tokens_per_s")
     return {
         "arm": arm,
         "concurrency": _rounded(median(cell.in_flight for cell in cells)) if is_open else int(level),

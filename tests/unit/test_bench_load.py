@@ -301,6 +301,7 @@ def test_an_open_loop_has_no_ratio_of_throughput() -> None:
     """Bug guarded: every arm looks the same where tokens per second are just what arrives."""
     result = summary(results_of(RATES, (1, 8)), is_open=True)
     assert (result["worst_adaptive_vs_best"], result["break_even_concurrency"]) == (None, None)
+    assert {point["vs_off"] for point in result["points"]} == {None}
     assert result["points"][0]["rate"] == 1
     assert result["ttft_vs_off"] is not None
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,38 @@ def _parser() -> argparse.ArgumentParser:
     acceptance.add_argument("--quick", action="store_true", help="fewer prompts, contexts and seeds")
     acceptance.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
     acceptance.set_defaults(run=_bench_acceptance)
+    _add_bench_load(bench)
     return parser
+
+
+def _add_bench_load(bench: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    load = bench.add_parser(
+        "load",
+        help="latency and throughput by load, on any OpenAI-compatible endpoint, and where speculation begins to lose",
+        description="With --url: any server, as it is served; an Outrider server also without speculation. Without: an "
+        "application of its own on the configured pair, with no speculation, with fixed depths of 1, 2, 4 and 8, and with the "
+        "depth that follows the load.",
+    )
+    _add_config_options(load)
+    load.add_argument("--url", help="server to measure, for example http://127.0.0.1:8000")
+    load.add_argument("--paced", nargs="?", const="", metavar="NAME", help="emulated devices; NAME such as emulated:70b-h100")
+    load.add_argument("--model", help="what --url serves; default: the only model that it lists")
+    load.add_argument("--api", choices=("chat", "completions"), default="chat", help="endpoint that requests go to")
+    load.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key")
+    load.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is the key")
+    load.add_argument("--sweep", metavar="LIST", help="requests in flight, one load after the other; default: 1,2,4,...,64")
+    load.add_argument("--rate", metavar="LIST", help="open loop instead: requests per second, arriving at random")
+    load.add_argument("--duration", type=float, metavar="S", help="seconds that each load is measured; default: 10")
+    load.add_argument("--requests", type=int, metavar="N", help="requests of each load, instead of a duration")
+    load.add_argument("--repeats", type=int, metavar="N", help="times that every arm plays every load; default: 3")
+    load.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, the shortest is half of it; default: 128")
+    load.add_argument("--temperature", type=float, default=0.0)
+    load.add_argument("--seed", type=int, default=0, help="of lengths, order of prompts, arrivals, and sampling")
+    load.add_argument("--prompts", type=Path, metavar="FILE", help='instead of the built-in ones: a {"prompt": "..."} per line')
+    load.add_argument("--quick", action="store_true", help="two loads, two repetitions, shorter: about two minutes")
+    load.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    load.add_argument("--plot", type=Path, metavar="FILE", help="throughput, TTFT and ITL of all arms, as .png or .svg")
+    load.set_defaults(run=_bench_load)
 
 
 def _add_verify_lossless(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -241,6 +273,17 @@ def _bench_acceptance(parsed: argparse.Namespace) -> int:
     from deployments.bench.acceptance import run_bench_acceptance
 
     return run_bench_acceptance(read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json)
+
+
+def _bench_load(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # our own application imports torch
+    from deployments.bench.load import run_bench_load
+    from deployments.bench.load_plan import LoadOptions
+
+    options = LoadOptions(**{option.name: getattr(parsed, option.name) for option in fields(LoadOptions)})
+    needs_config = parsed.url is None or parsed.config is not None or parsed.settings
+    config = read_config(parsed.config, parsed.settings) if needs_config else None
+    return run_bench_load(options, config, as_json=parsed.json, plot=parsed.plot)
 
 
 if __name__ == "__main__":

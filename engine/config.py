@@ -150,6 +150,12 @@ class ControllerConfig(_Section):
 
     report_interval_s: float = Field(0.25, gt=0, le=5, description="how often lanes and drafts report to the controller")
     arrival_half_life_s: float = Field(2.0, gt=0, description="half-life of the average that estimates the arrival rate")
+    latency_objective_ms: float | None = Field(
+        None,
+        gt=0,
+        description="time per output token that no request should be slower than: one that is drafts deeper, at the cost of "
+        "the others; default: all requests count alike",
+    )
     dwell_s: float = Field(1.0, ge=0, description="least time between raising the depth from 0 and the change before it")
 
 

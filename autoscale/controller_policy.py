@@ -24,7 +24,17 @@ from autoscale.signals import (
     update_arrival_rate,
 )
 
-_NUMBERS = ("num_arrivals", "num_running", "num_waiting", "mean_output_tokens", "tokens_per_s", "acceptance", "mean_depth")
+_NUMBERS = (
+    "num_arrivals",
+    "num_running",
+    "num_waiting",
+    "mean_output_tokens",
+    "tokens_per_s",
+    "acceptance",
+    "mean_depth",
+    "context_s",
+    "calibration_error",
+)
 
 
 class _Lane(msgspec.Struct, frozen=True):
@@ -117,6 +127,7 @@ class ControllerPolicy:
             "acceptance": state.acceptance,
             "tokens_per_s": state.tokens_per_s,
             "mean_depth": state.mean_depth,
+            "calibration_error": _mean([lane.report.calibration_error for lane in self._lanes.values()]),
             "price": current,
             "depth": None if current is None else choose_depth(reachable, current, self._max_depth),
             "lanes": sorted(self._lanes),
@@ -173,9 +184,10 @@ class ControllerPolicy:
 
     def _cost(self) -> RoundCost:
         reports = [lane.report for lane in self._lanes.values()]
-        return RoundCost.measured(
+        cost = RoundCost.measured(
             _pooled([report.target_step_times for report in reports]), _pooled([report.draft_step_times for report in reports])
         )
+        return msgspec.structs.replace(cost, context_s=_mean([r.context_s for r in reports], [r.num_running for r in reports]))
 
     def _time_per_output_token_s(self) -> float:
         """Measured over the busy lanes, but at most a plain step at their batch.
@@ -185,8 +197,8 @@ class ControllerPolicy:
         busy = [lane.report for lane in self._lanes.values() if lane.report.num_running > 0 and lane.report.tokens_per_s > 0]
         running = sum(report.num_running for report in busy)
         measured_s = running / sum(report.tokens_per_s for report in busy) if busy else math.inf
-        target = self._cost().target
-        plain_s = math.inf if target.is_default else target.time(max(running / max(len(busy), 1), 1.0))
+        cost, batch = self._cost(), max(running / max(len(busy), 1), 1.0)
+        plain_s = math.inf if cost.target.is_default else cost.verify_time(batch, batch)
         return min(measured_s, plain_s)
 
 

@@ -111,6 +111,8 @@ class RoundCost(msgspec.Struct, frozen=True):
     """By rows; None = drafts cost nothing (n-gram)."""
     hop_s: float = 0.0
     """To the draft and back; paid once in every round that asks it."""
+    context_s: float = 0.0
+    """Reading the KV cache of one request, in every forward of the target that it takes part in (`autoscale.context`)."""
 
     @classmethod
     def measured(cls, target: StepTimes, draft: StepTimes | None, hop_s: float = 0.0) -> "RoundCost":
@@ -132,9 +134,13 @@ class RoundCost(msgspec.Struct, frozen=True):
         return 0.0 if self.draft is None else self.draft.time(batch)
 
     def time(self, batch: float, depth: int) -> float:
-        """``T(b, K) = T_target(b (K + 1)) + K * T_draft(b) + hop [K > 0]`` in seconds."""
+        """``T(b, K) = T_target(b (K + 1)) + b T_context + K * T_draft(b) + hop [K > 0]`` in seconds."""
         drafting = depth * self.draft_time(batch) + self.hop_s if depth > 0 else 0.0
-        return self.target.time(batch * (depth + 1)) + drafting
+        return self.verify_time(batch, batch * (depth + 1)) + drafting
+
+    def verify_time(self, batch: float, num_tokens: float) -> float:
+        """Seconds of a forward of the target over ``num_tokens`` of ``batch`` requests."""
+        return self.target.time(num_tokens) + batch * self.context_s
 
 
 class OverlapCost(msgspec.Struct, frozen=True):
@@ -148,9 +154,9 @@ class OverlapCost(msgspec.Struct, frozen=True):
     target_slowdown: float = 1.0
     draft_slowdown: float = 1.0
 
-    def verify_time(self, num_tokens: float) -> float:
+    def verify_time(self, batch: float, num_tokens: float) -> float:
         """Seconds of a forward of the target beside a draft that prepares."""
-        return self.target_slowdown * self.alone.target.time(num_tokens)
+        return self.target_slowdown * self.alone.verify_time(batch, num_tokens)
 
     def prepare_time(self, num_tokens: float, num_rows: float, depth: int) -> float:
         """Seconds until the prepared drafts are there, beside a target that verifies.
@@ -183,7 +189,7 @@ class OverlapCost(msgspec.Struct, frozen=True):
         alone = self.alone
         draft = None if alone.draft is None else alone.draft.rounded()
         return OverlapCost(
-            RoundCost(alone.target.rounded(), draft, round(alone.hop_s, 4)),
+            RoundCost(alone.target.rounded(), draft, round(alone.hop_s, 4), float(f"{alone.context_s:.1g}")),
             _rounded_factor(self.target_slowdown),
             _rounded_factor(self.draft_slowdown),
         )

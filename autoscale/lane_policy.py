@@ -7,6 +7,7 @@ import msgspec
 
 from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
 from autoscale.allocation import allocate
+from autoscale.context import ContextFit
 from autoscale.cost_model import OverlapCost, RoundCost, StepCost
 from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
@@ -120,6 +121,7 @@ class LanePolicy:
         self._fan_out = fan_out
         self._acceptance = AcceptanceEstimator(prior_alpha)
         self._paces = Paces(latency_objective_s)
+        self._context = ContextFit()
         self._learner = OverlapLearner(HitLaws())
         self._gate = DwellGate(dwell_s)
         self._gate_memory = GateMemory()
@@ -162,6 +164,11 @@ class LanePolicy:
     def draft_step_times(self) -> StepTimes:
         """(rows, seconds) as corrected online, for the lane's report; empty if drafts cost nothing."""
         return () if self._cost.alone.draft is None else self._cost.alone.draft.points
+
+    @property
+    def context_s(self) -> float:
+        """Seconds that reading the KV cache of a mean request adds to a step, for the lane's report."""
+        return self._cost.alone.context_s
 
     @property
     def overlap_report(self) -> OverlapReport:
@@ -274,10 +281,11 @@ class LanePolicy:
         target, draft = alone.target, alone.draft
         is_plain = report.num_target_tokens > 0 and report.num_prefill_tokens == 0
         if is_plain and not self._learner.is_preparing:
-            target = target.corrected(report.verify_time_s, target.time(report.num_target_tokens))
+            target = self._corrected_target(target, report)
         if draft is not None and not self._learner.has_prepared:
             draft = self._corrected_draft(draft, report)
-        cost = msgspec.structs.replace(self._cost, alone=RoundCost(target, draft, alone.hop_s))
+        alone = RoundCost(target, draft, alone.hop_s, self._context.per_request_s)
+        cost = msgspec.structs.replace(self._cost, alone=alone)
         self._cost = self._learner.learn(report, cost)
         self._drafted, self._drafted_before = set(), self._drafted
 
@@ -449,6 +457,15 @@ class LanePolicy:
         since_start = self._round % self._probe_intervals.get(request_id, PROBE_INTERVAL)
         was_drafted = self._drafted_in.get(request_id, -1) >= self._round - since_start
         return int(since_start < PROBE_ROUNDS and not was_drafted)
+
+    def _corrected_target(self, target: StepCost, report: StepReport) -> StepCost:
+        """Learn both parts of the step's time: what depends on its tokens, and what reading the contexts adds."""
+        explained_s = target.time(report.num_target_tokens)
+        self._context = self._context.learned(
+            report.num_context_tokens, report.batch_size, report.verify_time_s, explained_s / target.factor
+        )
+        context_s = self._context.seconds_per_token * report.num_context_tokens
+        return target.corrected(report.verify_time_s - context_s, explained_s)
 
     def _corrected_draft(self, draft: StepCost, report: StepReport) -> StepCost:
         """Learn from rounds in which every drafting request had a draft the round before too.

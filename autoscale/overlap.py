@@ -182,7 +182,7 @@ def _times(batch: int, cost: OverlapCost, guessing: _Guessing, depth: int) -> tu
     num_tokens = batch * (1 + share * depth)
     num_rows = batch * (share * guessing.rows[depth] + (1 - share) * guessing.rows[0])
     prepare_s = cost.prepare_time(num_tokens, num_rows, depth) if depth > 0 and num_rows > 0 else 0.0
-    verify_s = cost.verify_time(num_tokens) if prepare_s > 0 else cost.alone.target.time(num_tokens)
+    verify_s = (cost if prepare_s > 0 else cost.alone).verify_time(batch, num_tokens)
     return verify_s, prepare_s
 
 

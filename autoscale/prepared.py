@@ -74,7 +74,7 @@ class OverlapLearner:
     def _verify(self, report: StepReport, cost: OverlapCost) -> tuple[float, float]:
         if not self._now or report.num_prefill_tokens > 0 or report.num_target_tokens <= 0:
             return 0.0, 0.0
-        return report.verify_time_s, cost.verify_time(report.num_target_tokens)
+        return report.verify_time_s, cost.verify_time(report.batch_size, report.num_target_tokens)
 
     def _prepare(self, report: StepReport, cost: OverlapCost) -> tuple[float, float]:
         if not self._was_only_prepared(report):

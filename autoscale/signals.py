@@ -49,6 +49,10 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     target_step_times: StepTimes = ()
     draft_step_times: StepTimes = ()
     """(rows, seconds); empty when drafts cost nothing."""
+    context_s: float = 0.0
+    """Seconds that reading the KV cache of a mean request adds to a step of the target."""
+    calibration_error: float = 0.0
+    """Mean distance of predicted from observed survival (`autoscale.acceptance.Calibration.error`); 0 before any draft."""
     overlap: OverlapReport = OverlapReport()
 
 

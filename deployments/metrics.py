@@ -48,6 +48,10 @@ _GAUGES = {
     "waiting": ("waiting_requests", "Requests waiting for a place in a lane."),
     "price": ("price", "Least survival probability at which a draft position is verified, at the batch of the moment."),
     "mean_depth": ("mean_depth", "Mean draft tokens per decoding request and round over the last two seconds."),
+    "calibration_error": (
+        "calibration_error",
+        "Mean distance of predicted from observed survival of draft tokens, in ten bins by prediction, mean over the lanes.",
+    ),
     "acceptance": ("acceptance", "Decayed mean probability that a tested draft token is accepted."),
     "tokens_per_s": ("tokens_per_second", "Committed tokens per second over the last two seconds, all lanes."),
     "break_even_batch": (

@@ -235,6 +235,8 @@ class Router:
             mean_depth=counters.mean_depth(now_s),
             target_step_times=self._policy.target_step_times,
             draft_step_times=self._policy.draft_step_times,
+            context_s=self._policy.context_s,
+            calibration_error=self._policy.calibration.error or 0.0,
             overlap=self._policy.overlap_report,
         )
         return LaneStatus(

@@ -224,6 +224,7 @@ def _report(
         num_committed=sum(len(s.delta.token_ids) for s in settled if s.delta is not None),
         num_drafted=sum(s.drafted for s in settled),
         num_accepted=sum(s.accepted for s in settled),
+        num_context_tokens=sum(item.start for item in plan.items),
         drafted_per_position=tuple(sum(s.drafted > j for s in settled) for j in range(deepest)),
         accepted_per_position=tuple(sum(s.accepted > j for s in settled) for j in range(deepest)),
         depths=tuple(s.drafted for s in settled if s.decoded),

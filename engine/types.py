@@ -338,6 +338,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens shown to users."""
     num_drafted: int
     num_accepted: int
+    num_context_tokens: int = 0
+    """Tokens in the KV cache of the sequences that took part, before the round."""
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()

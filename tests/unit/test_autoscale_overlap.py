@@ -78,7 +78,7 @@ def _theta(batch, alpha, cost, laws, depth, fan_out_of):
     num_rows = batch * (share * sum(fan_out_of(depth)) + (1 - share) * sum(fan_out_of(0)))
     if num_rows == 0:
         return batch / cost.alone.target.time(batch)
-    seconds = max(cost.verify_time(num_tokens), cost.prepare_time(num_tokens, num_rows, depth))
+    seconds = max(cost.verify_time(batch, num_tokens), cost.prepare_time(num_tokens, num_rows, depth))
     return batch * (share * expected_tokens(alpha, depth) + 1 - share) / seconds
 
 
@@ -104,7 +104,7 @@ def test_depth_and_fan_out_are_the_best_of_all(cost, batch, alpha, recovery, bon
 def test_a_round_is_as_long_as_the_longer_of_its_two_halves():
     """Bug guarded: adding up what happens at the same time, or forgetting what sticks out."""
     cost = OverlapCost(RoundCost.measured(CPU_TARGET, CPU_DRAFT, hop_s=0.002), target_slowdown=1.5, draft_slowdown=2.0)
-    assert cost.verify_time(4) == pytest.approx(1.5 * 0.025)
+    assert cost.verify_time(1, 4) == pytest.approx(1.5 * 0.025)
     assert cost.prepare_time(4, 8, 3) == pytest.approx(2.0 * (0.013 + 3 * 0.016) + 0.002)
     slow = best_overlap(17, 0.8, OverlapCost(RoundCost.measured(FLAT, ((1, 0.4), (2000, 0.4)))), CERTAIN, (4,), 1)
     assert slow.exposed_s == pytest.approx(5 * 0.4 - 1.0)

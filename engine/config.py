@@ -85,9 +85,9 @@ class DraftConfig(_Section):
     suffix_shared_tokens: int = Field(
         0,
         ge=0,
-        description="for `source: suffix`: each lane drafts also from so many of the newest tokens of finished outputs, whoever "
-        "asked for them (some 400 bytes each). No text changes, but speed tells clients what others were answered. 0: each "
-        "request is drafted from its own text alone",
+        description="for `source: suffix`: each lane drafts also from so many tokens of finished outputs, the newest, whoever "
+        "asked for them (some 400 bytes each); no text changes, but speed may tell a client what others were answered. Requests "
+        "under rejection and block are never drafted from them. 0: each request is drafted from its own text alone",
     )
 
     @model_validator(mode="after")

@@ -7,9 +7,9 @@ the product falls below `LEAST_PROBABILITY`, and at `DRAFT_PER_MATCH` times the 
 trusted little. The draft that promises most tokens wins, of equal ones that of the longest suffix. Of tokens that followed
 equally often the one that did so last is taken.
 
-A draft depends on committed text alone, so it is certain (q is one-hot) and exact under every rule. Outputs of finished requests
-are used for others only where that is asked for, and only under rules whose text cannot depend on its draft: an earlier request
-with the same seed has spent the noise that decides this one, so under the ratio test its text would be no fair draft.
+A draft depends on committed text alone, so it is certain (q is one-hot) and exact under every rule. Outputs of finished
+requests are used for others only where that is asked for, and only under rules whose text cannot depend on its draft: an earlier
+request with the same seed has spent the noise that decides this one, so under the ratio test its text would be no fair draft.
 """
 
 from collections import deque
@@ -20,7 +20,8 @@ from engine.propose.suffix_automaton import MAX_CONTEXT, SEPARATOR, SuffixAutoma
 from engine.types import ProposeReply, ProposeRequest, SequenceContext
 
 DRAFT_PER_MATCH = 1.0
-LEAST_PROBABILITY = 0.1
+LEAST_PROBABILITY = 0.3
+"""Of the draft as a whole: below it, verifying a token costs more than it brings even where nobody else is served."""
 WINDOW_TOKENS = 1 << 15
 """Most tokens of one request that are looked at, the newest: a bound on memory, some 400 bytes per token."""
 INDEXED_PER_CALL = 1024
@@ -52,6 +53,11 @@ class SuffixSource(TextSource):
     def name(self) -> str:
         """As in ``draft.source``."""
         return "suffix"
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens of finished outputs that are held."""
+        return len(self._unread) + (self._shared.size if self._shared is not None else 0)
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """Draft for every item; `DraftSource.propose`."""

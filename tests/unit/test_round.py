@@ -299,7 +299,9 @@ def test_the_draft_is_sent_exactly_what_it_lacks(prompts: list[tuple[list[int], 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 8])
-@pytest.mark.parametrize("source", [NgramSource(), SuffixSource(), ScriptedDraft(repeating_token)], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source", [NgramSource(), SuffixSource(), ScriptedDraft(repeating_token)], ids=lambda source: source.name
+)
 def test_a_healthy_source_never_asks_for_context_again(source: DraftSource, depth: int) -> None:
     """Bug guarded: router and source count accepted draft tokens differently, so that every success is followed by a round
     without a draft."""

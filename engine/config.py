@@ -86,8 +86,8 @@ class DraftConfig(_Section):
         0,
         ge=0,
         description="for `source: suffix`: each lane drafts also from so many tokens of finished outputs, the newest, whoever "
-        "asked for them (some 400 bytes each); no text changes, but speed may tell a client what others were answered. Requests "
-        "under rejection and block are never drafted from them. 0: each request is drafted from its own text alone",
+        "asked for them (some 400 bytes each); no text changes, but speed may tell a client what others were answered. Under "
+        "rejection and block they are not used. 0: each request is drafted from its own text alone",
     )
 
     @model_validator(mode="after")

@@ -8,8 +8,8 @@ trusted little. The draft that promises most tokens wins, of equal ones that of 
 equally often the one that did so last is taken.
 
 A draft depends on committed text alone, so it is certain (q is one-hot) and exact under every rule. Outputs of finished
-requests are used for others only where that is asked for, and only under rules whose text cannot depend on its draft: an earlier
-request with the same seed has spent the noise that decides this one, so under the ratio test its text would be no fair draft.
+requests are used for others only where that is asked for, and only under rules whose text cannot depend on its draft: an
+earlier request with the same seed has spent the noise that decides this one, so under the ratio test its text is no fair draft.
 """
 
 from collections import deque

@@ -43,8 +43,6 @@ class SuffixAutomaton:
         """Add a token to the text."""
         before, length = self._recent
         self._extend(token)
-        if length:  # its state may have been split
-            before, _ = self._longest_suffix(before, length, MAX_CONTEXT + 1)
         self._recent = self._longest_suffix(self._next[before][token], length + 1, MAX_CONTEXT + 1)
         self._count_endings(self._recent[0])
         self._count_followers(before, token)

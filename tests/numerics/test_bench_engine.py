@@ -388,6 +388,8 @@ def test_every_arm_computes_every_token() -> None:
     assert (config.lanes.max_batch, config.api.max_waiting, config.speculation.depth) == (64, 64, "auto")
     assert with_source(config, "ngram").draft.model is None
     assert with_source(config, "model").draft.model == "small"
+    shared = parse_config({"draft": {"source": "suffix", "suffix_shared_tokens": 4096}})
+    assert [with_source(shared, name).draft.suffix_shared_tokens for name in ("ngram", "suffix")] == [0, 4096]
 
 
 def test_batches_are_made_of_different_prompts(engine: LocalEngine) -> None:

@@ -95,7 +95,7 @@ class _WithoutReplicas:
 
 
 class LocalDraft(_WithoutReplicas):
-    """A source that runs in the router itself because it costs next to nothing (n-gram lookup)."""
+    """A source that runs in the router itself because it costs next to nothing (drafts from text)."""
 
     available = True
     state = "ok"

@@ -13,6 +13,7 @@ from engine.drivers import SyncDriver
 from engine.errors import ConfigError, ModelError
 from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
+from engine.propose.suffix import SuffixSource
 from engine.request import check_request, fit_to_cache
 from engine.scheduler import DepthPolicy, Scheduler
 from engine.testing.paced import PacedDraft, PacedTarget, paced_info
@@ -130,9 +131,11 @@ def draft_is_a_model(config: OutriderConfig) -> bool:
 
 def build_free_source(config: OutriderConfig) -> DraftSource:
     """A source that needs no model and runs where the requests are."""
-    if config.draft.source != "ngram":
-        raise ConfigError(f"draft.source '{config.draft.source}' needs a model")
-    return NgramSource(max_ngram=config.speculation.ngram_max)
+    if config.draft.source == "ngram":
+        return NgramSource(max_ngram=config.speculation.ngram_max)
+    if config.draft.source == "suffix":
+        return SuffixSource(shared_tokens=config.draft.suffix_shared_tokens)
+    raise ConfigError(f"draft.source '{config.draft.source}' needs a model")
 
 
 def build_source(config: OutriderConfig) -> DraftSource | None:
@@ -156,7 +159,7 @@ def _check_emulation(config: OutriderConfig) -> None:
     if is_emulated(target) and config.draft.source == "self-int8":
         raise ConfigError(
             f"target.model is emulated, so there is nothing to copy: set draft.source to model and draft.model to '{target}', "
-            "or draft.source to ngram or none"
+            "or draft.source to ngram, suffix or none"
         )
     if draft is not None and target != draft and (is_emulated(target) or is_emulated(draft)):
         raise ConfigError(

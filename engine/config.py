@@ -17,6 +17,7 @@ from engine.types import SamplingRule
 DEFAULT_MODEL = "smollm2"
 MAX_FAN_OUT = 8
 """Most outcomes prepared per position: rows of the draft grow with it, hits hardly beyond 3."""
+MIN_SHARED_TOKENS = 1024
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -64,9 +65,10 @@ class TargetConfig(_Section):
 class DraftConfig(_Section):
     """Where draft tokens come from."""
 
-    source: Literal["self-int8", "model", "ngram", "none"] = Field(
+    source: Literal["self-int8", "model", "ngram", "suffix", "none"] = Field(
         "self-int8",
-        description="self-int8: the target's own int8 copy; model: a named model; ngram: text itself; none: no drafts",
+        description="self-int8: the target's own int8 copy; model: a named model; ngram: text itself, what followed the newest "
+        "words last; suffix: text itself, what followed them most often; none: no drafts",
     )
     model: str | None = Field(None, description="the draft model, for `source: model`")
     dtype: DTypeName | Literal["int8"] = Field("auto", description="int8 quantises the linear layers of a named draft")
@@ -80,6 +82,13 @@ class DraftConfig(_Section):
         "with their probabilities; exact for any number",
     )
     timeout_s: float = Field(0.5, gt=0, description="a round that waits longer for its drafts goes on without them")
+    suffix_shared_tokens: int = Field(
+        0,
+        ge=0,
+        description="for `source: suffix`: each lane drafts also from so many tokens of finished outputs, the newest, whoever "
+        "asked for them (some 400 bytes each); no text changes, but speed may tell a client what others were answered. Under "
+        "rejection and block they are not used. 0: each request is drafted from its own text alone",
+    )
 
     @model_validator(mode="after")
     def _model_matches_source(self) -> "DraftConfig":
@@ -87,6 +96,18 @@ class DraftConfig(_Section):
             raise ValueError("draft.model is missing: `source: model` needs the name of a draft model")
         if self.source != "model" and self.model is not None:
             raise ValueError(f"draft.model is set but draft.source is '{self.source}': set `source: model` or remove the model")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_tokens_are_of_use(self) -> "DraftConfig":
+        if self.suffix_shared_tokens and self.source != "suffix":
+            raise ValueError(
+                f"draft.suffix_shared_tokens is set but draft.source is '{self.source}': set `source: suffix` or remove it"
+            )
+        if 0 < self.suffix_shared_tokens < MIN_SHARED_TOKENS:
+            raise ValueError(
+                f"draft.suffix_shared_tokens must be 0 or at least {MIN_SHARED_TOKENS}, got {self.suffix_shared_tokens}"
+            )
         return self
 
 
@@ -216,7 +237,7 @@ class OutriderConfig(_Section):
         if self.target.quantization == "int8" and self.draft.source == "self-int8":
             raise ValueError(
                 "draft.source 'self-int8' is the target itself where target.quantization is 'int8': "
-                "set draft.source to model, ngram or none"
+                "set draft.source to model, ngram, suffix or none"
             )
         return self
 

@@ -122,7 +122,8 @@ def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     """The same with another source of drafts."""
     tree = config.model_dump()
     model = config.draft.model if source == "model" else None
-    tree["draft"] = {**tree["draft"], "source": source, "model": model}
+    shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
+    tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
     return parse_config(tree)
 
 
@@ -136,7 +137,7 @@ def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
     named draft may be too large to be held twice.
     """
     tokenizer = preflight(config)
-    names = ["none", "ngram", model_source(config)]
+    names = ["none", "ngram", "suffix", model_source(config)]
     configs = {name: with_source(config, name) for name in names}
     sources = {
         name: build_draft_model(own) if draft_is_a_model(own) else build_free_source(own)

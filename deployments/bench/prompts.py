@@ -1,4 +1,4 @@
-"""Prompts of four kinds, because what a draft is worth depends on the text: copying is easy to foresee, open writing is not."""
+"""Prompts of five kinds, because what a draft is worth depends on the text: copying is easy to foresee, open writing is not."""
 
 PROMPTS: dict[str, tuple[str, ...]] = {
     "code": (
@@ -16,6 +16,24 @@ PROMPTS: dict[str, tuple[str, ...]] = {
         "Return this JSON with the key 'price' renamed to 'cost' everywhere and nothing else changed:\n"
         '[{"item": "pen", "price": 2}, {"item": "book", "price": 12}, {"item": "lamp", "price": 30}, '
         '{"item": "desk", "price": 140}]',
+    ),
+    "agent": (
+        "You move files with tools, one JSON call per line. Calls so far:\n"
+        '{"tool": "read_file", "arguments": {"path": "src/app/config.py", "encoding": "utf-8"}}\n'
+        '{"tool": "write_file", "arguments": {"path": "lib/app/config.py", "encoding": "utf-8"}}\n'
+        '{"tool": "read_file", "arguments": {"path": "src/app/router.py", "encoding": "utf-8"}}\n'
+        '{"tool": "write_file", "arguments": {"path": "lib/app/router.py", "encoding": "utf-8"}}\n'
+        "Write the calls that move src/app/models.py, src/app/views.py and src/app/forms.py to lib/app in the same way.",
+        "Your function failed its test. Correct it and write the whole function again.\n"
+        "def average(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(value)\n"
+        "TypeError: object of type 'int' has no len(), in the line: return total / len(value)",
+        "Thought: I need the weather in three cities.\n"
+        'Action: {"name": "get_weather", "parameters": {"city": "Hamburg", "unit": "celsius"}}\n'
+        'Observation: {"city": "Hamburg", "temperature": 12, "unit": "celsius", "condition": "rain"}\n'
+        "Thought: I have the weather in Hamburg. Now I need the weather in Bonn.\n"
+        'Action: {"name": "get_weather", "parameters": {"city": "Bonn", "unit": "celsius"}}\n'
+        'Observation: {"city": "Bonn", "temperature": 15, "unit": "celsius", "condition": "cloudy"}\n'
+        "Continue in the same format with Bremen, then list all three observations as JSON.",
     ),
     "summary": (
         "Summarise in three sentences: The Amazon rainforest covers much of the Amazon basin in South America. The basin "

@@ -22,7 +22,9 @@ from deployments.lossless.play import (
 from deployments.lossless.reference import LogitsOf, near_tie_margin
 from engine.errors import OutriderError
 from engine.propose.base import DraftSource, can_prepare
+from engine.propose.from_text import TextSource
 from engine.propose.ngram import NgramSource
+from engine.propose.suffix import SuffixSource
 from engine.scheduler import DepthPolicy, FixedDepth
 from engine.types import GenerateRequest, ModelInfo, SamplingParams
 from engine.verify.base import TargetModel
@@ -42,6 +44,8 @@ MUST = {"half-right": ("accept",), "random": ("draft",), "crashing": ("fail",)}
 FULL_TURNS = 5
 """Batches in which a draft that is not the user's own meets all depths, each with other requests."""
 ERROR_RATE = 0.2
+SHARED_TOKENS = 1 << 16
+"""Requests of the matrix end at different times, so that later ones are drafted from the texts of others."""
 PARAMETERS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},
     "T=1": {},
@@ -221,6 +225,7 @@ class Matrix:
         return {
             **own,
             "ngram": NgramSource,
+            "suffix": lambda: SuffixSource(SHARED_TOKENS),
             "half-right": self._half_right,
             "random": lambda: RandomSource(vocab_size),
             "crashing": lambda: CrashingSource(self._chosen(), vocab_size),
@@ -309,8 +314,8 @@ def make_requests(
 
 
 def _model_name(source: DraftSource | None) -> str | None:
-    """Of a draft that is a model; n-grams are played anyway, and may find nothing."""
-    return None if source is None or isinstance(source, NgramSource) else source.name
+    """Of a draft that is a model; drafts from text are played anyway, and may find nothing."""
+    return None if source is None or isinstance(source, TextSource) else source.name
 
 
 def _shuffled(names: Mapping[str, object]) -> list[str]:

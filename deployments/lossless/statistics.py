@@ -12,7 +12,7 @@ from deployments.lossless.play import ChosenDepth, Played, UniformSource, play
 from deployments.lossless.reference import LogitsOf, distribution
 from engine.errors import OutriderError
 from engine.propose.base import DraftSource
-from engine.propose.ngram import NgramSource
+from engine.propose.from_text import TextSource
 from engine.types import SAMPLING_RULES, GenerateRequest, SamplingParams
 from engine.verify.base import TargetModel
 
@@ -115,7 +115,7 @@ class Statistics:
 
     def tests(self, source: DraftSource | None, *, quick: bool) -> list[tuple[str, Callable[[], Sampled]]]:
         """Every rule with the configured draft, if it is a model, and a uniform one (not in quick runs that have a model)."""
-        sources: list[DraftSource] = [] if source is None or isinstance(source, NgramSource) else [source]
+        sources: list[DraftSource] = [] if source is None or isinstance(source, TextSource) else [source]
         if not quick or not sources:
             sources.append(UniformSource(self.exact.likely))
         return [

@@ -37,6 +37,9 @@ REQUIRED = (
     "verify4_vs_1",
     "verify8_vs_1",
     "ngram_edit_vs_plain",
+    "suffix_edit_vs_plain",
+    "suffix_agent_vs_plain",
+    "suffix_open_vs_plain",
     "self_int8_vs_plain",
     "draft_vs_assisted",
     "python_ms_per_step_b64",
@@ -283,6 +286,7 @@ def test_ratios_are_medians_of_pairs() -> None:
     arms = (
         ran("plain", dict(zip(kinds, (1.0, 2.0, 4.0), strict=True))),
         ran("ngram auto", dict(zip(kinds, (1.0, 0.5, 4.0), strict=True))),
+        ran("suffix auto", dict(zip(kinds, (1.0, 0.8, 5.0), strict=True))),
         ran("self-int8 auto", dict(zip(kinds, (0.5, 1.0, 4.0), strict=True))),
         ran("transformers", dict(zip(kinds, (2.0, 2.0, 12.0), strict=True)), is_peer=True),
         ran("transformers prompt lookup", dict(zip(kinds, (1.0, 1.5, 4.0), strict=True)), is_peer=True),
@@ -302,6 +306,9 @@ def test_ratios_are_medians_of_pairs() -> None:
         "verify4_vs_1": 1.2,
         "verify8_vs_1": 1.6,
         "ngram_edit_vs_plain": 4.0,
+        "suffix_edit_vs_plain": 2.5,
+        "suffix_agent_vs_plain": None,
+        "suffix_open_vs_plain": 0.8,
         "self_int8_vs_plain": 2.0,
         "draft_vs_assisted": 1.5,
         "python_ms_per_step_b64": 20.0,
@@ -381,6 +388,8 @@ def test_every_arm_computes_every_token() -> None:
     assert (config.lanes.max_batch, config.api.max_waiting, config.speculation.depth) == (64, 64, "auto")
     assert with_source(config, "ngram").draft.model is None
     assert with_source(config, "model").draft.model == "small"
+    shared = parse_config({"draft": {"source": "suffix", "suffix_shared_tokens": 4096}})
+    assert [with_source(shared, name).draft.suffix_shared_tokens for name in ("ngram", "suffix")] == [0, 4096]
 
 
 def test_batches_are_made_of_different_prompts(engine: LocalEngine) -> None:

@@ -21,6 +21,7 @@ from engine.drivers import AsyncDriver, DraftUnavailable
 from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
 from engine.propose.outcomes import OutcomeCache, Taken
+from engine.propose.suffix import SuffixSource
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.testing import TableModel
 from engine.types import (
@@ -160,10 +161,11 @@ SOURCES: dict[str, Callable[[], DraftSource | None]] = {
     "random": lambda: model(table(LARGE, 13)),
     "adversarial": lambda: model(-MODEL),
     "n-grams": lambda: NgramSource(),
+    "suffixes": lambda: SuffixSource(shared_tokens=1 << 12),
 }
 
 
-EVERY_DEPTH = ["good", "n-grams"]
+EVERY_DEPTH = ["good", "n-grams", "suffixes"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_the_text_does_not_depend_on_draft_or_depth(plain: Plain, source: str, d
     recorded = Recorded(model(), SOURCES[source](), FixedDepth(depth))
     assert recorded.play(requests) == texts
     assert "need_context" not in recorded.fallbacks
-    if source in ("perfect", "good", "n-grams"):
+    if source in ("perfect", *EVERY_DEPTH):
         assert (recorded.num_accepted > 0) == (depth > 0)
 
 

@@ -57,7 +57,7 @@ def test_a_lossless_engine_passes(has_draft: bool) -> None:
     assert report.divergences == []
     assert report.controls_found
     names = [arm.name for arm in report.arms]
-    assert len(names) == len(set(names)) == (21 if has_draft else 13)
+    assert len(names) == len(set(names)) == (23 if has_draft else 15)
     assert [arm.num_preempted > 0 for arm in report.arms if "preempt" in arm.must] == [True]
     crashing = next(arm for arm in report.arms if arm.name.startswith("crashing"))
     assert {"crashed", "invalid_draft"} <= set(crashing.fallbacks)
@@ -79,7 +79,7 @@ def test_the_full_check_takes_every_depth_and_a_second_draft() -> None:
     matrix.play_reference()
     names = [arm.name for arm in matrix.arms(quick=False)]
     assert {f"table draft, K={depth}" for depth in range(1, 21)} <= set(names)
-    for draft in ("ngram", "half-right", "random", "crashing"):
+    for draft in ("ngram", "suffix", "half-right", "random", "crashing"):
         shared = [name for name in names if name.startswith(f"{draft} draft, K=")]
         depths = {int(depth) for name in shared for depth in re.findall(r"\d+", name)}
         assert depths == set(range(1, 21))

@@ -18,6 +18,7 @@ LIGHT = (
     "engine.text",
     "engine.drafting",
     "engine.propose.ngram",
+    "engine.propose.suffix",
     "engine.propose.outcomes",
     *(f"autoscale.{module.name}" for module in pkgutil.iter_modules(autoscale.__path__) if module.name != "serve_adapter"),
 )

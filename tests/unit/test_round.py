@@ -13,6 +13,7 @@ from engine.drafting import CATCH_UP_SYNC
 from engine.drivers import SyncDriver
 from engine.propose.base import DraftSource
 from engine.propose.ngram import NgramSource
+from engine.propose.suffix import SuffixSource
 from engine.request import State
 from engine.round import Collect, Collected, NoDrafts, Propose, RoundResult, Verify, play_round
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
@@ -299,7 +300,9 @@ def test_the_draft_is_sent_exactly_what_it_lacks(prompts: list[tuple[list[int], 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 8])
-@pytest.mark.parametrize("source", [NgramSource(), ScriptedDraft(repeating_token)], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source", [NgramSource(), SuffixSource(), ScriptedDraft(repeating_token)], ids=lambda source: source.name
+)
 def test_a_healthy_source_never_asks_for_context_again(source: DraftSource, depth: int) -> None:
     """Bug guarded: router and source count accepted draft tokens differently, so that every success is followed by a round
     without a draft."""

@@ -111,16 +111,17 @@ class StreamLanes:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """One request's deltas; raises `InvalidRequest`, `Overloaded` or `LaneError`."""
         before = last = Delta(request_id=request.request_id, token_ids=())
-        num_lost, deadline_s = 0, self._clock() + self._patience_s
+        num_lost, deadline_s, output = 0, self._clock() + self._patience_s, list(request.output_ids)
         while num_lost <= MAX_RESUMES:
             lane = await self._choose(deadline_s)
             # A new id: if the old lane lives after all, it must not meet its own request again.
             own_id = f"{request.request_id}.{num_lost}" if num_lost else request.request_id
+            resumed = msgspec.structs.replace(request, request_id=own_id, output_ids=tuple(output))
             try:
-                async with aclosing(self._stream(lane, msgspec.structs.replace(request, request_id=own_id))) as deltas:
+                async with aclosing(self._stream(lane, resumed)) as deltas:
                     async for delta in deltas:
-                        last = _continued(before, delta)
-                        request = msgspec.structs.replace(request, output_ids=request.output_ids + delta.token_ids)
+                        last = _continued(before, delta) if num_lost else delta
+                        output += delta.token_ids
                         yield last
                 return
             except _NotTaken as error:

@@ -252,6 +252,11 @@ class LanePolicy:
         overlap = self._overlap_now(batch_size, plan, msgspec.structs.replace(plan.laws, lost=0.0))
         return 0.0 if overlap is None else worth_waiting_s(num_expected, overlap)
 
+    @property
+    def spares_first_tokens(self) -> bool:
+        """Drafts that cost no time delay nobody; a fixed depth is for measurements."""
+        return self._fixed_depth is None and self._cost.alone.draft is not None
+
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: after every round in which the request had one."""
         self._acceptance.observe(request_id, drafted, accepted)

@@ -84,7 +84,8 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
     speculating = [item for item in plan.items if item.depth > 0]
     if scheduler.outcomes.outstanding:
         num_expected = sum(scheduler.outcomes.awaits(item.request.id, item.request.ids) for item in speculating)
-        patience_s = scheduler.policy.patience_s(plan.batch_size, num_expected, now_s) if num_expected else 0.0
+        waits = num_expected and not _is_urgent(scheduler, plan)
+        patience_s = scheduler.policy.patience_s(plan.batch_size, num_expected, now_s) if waits else 0.0
         collected = yield Collect(patience_s)
         if not isinstance(collected, Collected):
             raise TypeError(f"a Collect must be answered by Collected, got {type(collected).__name__}")
@@ -161,6 +162,11 @@ def _choose_asked(
     near = [item for item in missed if item.depth > 0]
     if not near:
         return []
+    if _is_urgent(scheduler, plan):
+        for item in near:
+            item.depth = 0
+        drafts.fallbacks["first_token"] += len(near)
+        return []
     pairs = [(item.request.id, item.depth) for item in near]
     depth = max(scheduler.policy.asked_depth(pairs, plan.batch_size, now_s), 0)
     for item in near:
@@ -168,6 +174,11 @@ def _choose_asked(
         if item.depth == 0 and item.miss_reason is not None:
             drafts.fallbacks[item.miss_reason] += 1
     return near if depth > 0 else []
+
+
+def _is_urgent(scheduler: Scheduler, plan: Plan) -> bool:
+    """Whether somebody waits for a first token, so that the round waits for nothing else."""
+    return plan.makes_first_tokens and scheduler.policy.spares_first_tokens
 
 
 def _num_lacking(item: Planned) -> int:

@@ -29,6 +29,10 @@ class DepthPolicy(Protocol):
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
         """How long to wait for ``num_expected`` prepared drafts that have not come when a round begins."""
 
+    @property
+    def spares_first_tokens(self) -> bool:
+        """Whether a round that makes some request's first token waits for no draft: others' drafts would delay it."""
+
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Tell how a draft of this request fared."""
 
@@ -70,6 +74,9 @@ class FixedDepth:
         """A round does not wait for what may yet come."""
         return 0.0
 
+    spares_first_tokens = False
+    """The depth is the same in every round."""
+
     def observe(self, request_id: str, drafted: int, accepted: int) -> None:
         """Nothing to learn."""
 
@@ -108,6 +115,11 @@ class Plan:
 
     items: list[Planned] = field(default_factory=list)
     num_preempted: int = 0
+
+    @property
+    def makes_first_tokens(self) -> bool:
+        """Whether some request comes to the end of its prompt."""
+        return any(item.sample and item.request.state is not State.DECODING for item in self.items)
 
     @property
     def batch_size(self) -> int:

@@ -659,6 +659,24 @@ def test_a_prepared_draft_is_cut_to_the_planned_depth() -> None:
     assert reports[3].num_asked == 1
 
 
+@pytest.mark.parametrize("spares", [True, False])
+def test_nobody_waits_for_drafts_while_a_first_token_is_made(spares: bool) -> None:
+    """Bug guarded: a new request's first token waits for the drafts of the requests that are there already."""
+
+    class Sparing(FixedDepth):
+        spares_first_tokens = spares
+
+    driver = _driver(ScriptedDraft(next_token), Sparing(3))
+    driver.add(_request("a", [3], max_tokens=40, ignore_eos=True))
+    driver.step()
+    assert driver.step().report.depths == (3,)
+    driver.add(_request("b", [2, 7], max_tokens=40, ignore_eos=True))
+    joined = driver.step().report
+    assert joined.depths == ((0,) if spares else (3,))
+    assert joined.fallbacks == ({"first_token": 1} if spares else {})
+    assert driver.step().report.depths == (3, 3)
+
+
 @pytest.mark.parametrize("why", ["policy", "target", "request"])
 def test_without_speculation_the_draft_hears_nothing(why: str) -> None:
     """Bug guarded: prompts or outcomes are prepared for requests that take no drafts."""

@@ -60,7 +60,11 @@ class FixedDepth:
 
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         """As many of the fixed number as there is room for."""
-        return [min(self._depth, request.room) for request in requests]
+        return [min(self.choose(request.request_id), request.room) for request in requests]
+
+    def choose(self, request_id: str) -> int:
+        """The depth of one request in this round, if it has room; for policies that are only as simple as this one."""
+        return self._depth
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """The fixed number everywhere."""

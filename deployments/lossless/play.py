@@ -185,9 +185,9 @@ class ChosenDepth(FixedDepth):
         super().__init__(0, fan_out)
         self._choose = choose
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        """As many as there is room for."""
-        return min(self._choose(request_id), room)
+    def choose(self, request_id: str) -> int:
+        """As the function says."""
+        return self._choose(request_id)
 
 
 def random_depth(seed: int, most: int = 20, fan_out: int = 0) -> ChosenDepth:

@@ -96,8 +96,8 @@ class Varying(FixedDepth):
         super().__init__(DEPTH)
         self._random = random.Random(7)
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        return min(room, self._random.choice([0, 1, 2, 2, 2]))
+    def choose(self, request_id: str) -> int:
+        return self._random.choice([0, 1, 2, 2, 2])
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         return tuple(self._random.randint(0, 3) for _ in range(draft_length + 1))

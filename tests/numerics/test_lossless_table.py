@@ -89,8 +89,8 @@ class RandomDepth(FixedDepth):
         super().__init__(0)
         self._random = random.Random(4)
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        return min(room, self._random.randint(0, 20), self._random.randint(0, 20))
+    def choose(self, request_id: str) -> int:
+        return min(self._random.randint(0, 20), self._random.randint(0, 20))
 
 
 class RandomOverlap(RandomDepth):

@@ -20,7 +20,6 @@ from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.testing import NextToken, ScriptedDraft, ScriptedTarget, model_info
 from engine.types import (
     Delta,
-    DepthRequest,
     FinishReason,
     GenerateRequest,
     Prepared,
@@ -79,8 +78,8 @@ class RandomDepth(FixedDepth):
         super().__init__(deepest)
         self._random = random.Random(seed)
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        return min(self._random.randint(0, self._depth), room)
+    def choose(self, request_id: str) -> int:
+        return self._random.randint(0, self._depth)
 
 
 class Alternating(FixedDepth):
@@ -90,9 +89,9 @@ class Alternating(FixedDepth):
         super().__init__(0)
         self._depths, self._asked = depths, 0
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+    def choose(self, request_id: str) -> int:
         self._asked += 1
-        return min(self._depths[self._asked % len(self._depths)], room)
+        return self._depths[self._asked % len(self._depths)]
 
 
 def _request(name: str, prompt: Sequence[int], **params: object) -> GenerateRequest:
@@ -644,9 +643,8 @@ class Script(FixedDepth):
         super().__init__(max(depths), fan_out)
         self._depths = list(depths)
 
-    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
-        depth = self._depths.pop(0) if self._depths else 0
-        return [min(depth, request.room) for request in requests]
+    def choose(self, request_id: str) -> int:
+        return self._depths.pop(0) if self._depths else 0
 
 
 def test_a_prepared_draft_is_cut_to_the_planned_depth() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
-from deployments.wire import WireServer, decode, read_tls
+from deployments.wire import WireServer, decode, read_secret, read_tls
 from engine.config import parse_config
 from engine.types import VerifyReply, VerifyRequest
 
@@ -24,7 +24,8 @@ class TargetActor:
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
         self._target = self._forwards.submit(build_served_target, parsed).result()
         self._address: str | None = None
-        self._server = WireServer({"verify": self._verify}, secret, tls=read_tls(parsed.streams))
+        streams = parsed.streams
+        self._server = WireServer({"verify": self._verify}, read_secret(streams, secret), tls=read_tls(streams))
 
     async def hello(self) -> tuple[str, int, dict[str, Any]]:
         """Stream address, process id and model info."""

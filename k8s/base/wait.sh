@@ -4,5 +4,5 @@ set -euo pipefail
 marker=$OUTRIDER_CACHE/complete/$(sha256sum <"$1" | cut -c1-64)
 until [[ -e $marker ]]; do
   echo "waiting for the job outrider-fetch: $(tr '\n' ' ' <"$1")"
-  sleep "${WAIT_S:-10}"
+  sleep 10
 done

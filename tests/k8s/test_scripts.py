@@ -19,7 +19,7 @@ BASE = K8S / "base"
 
 @pytest.fixture
 def fetch(tmp_path: Path):
-    """Runs a script with `outrider` and `hf` that write down how they were called and fail when told to, and without patience."""
+    """Runs a script with an `outrider` and `hf` that write down how they are called and fail when told to, and no patience."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("outrider", "hf", "sleep"):

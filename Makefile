@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check lint types unit numerics serve-tests gpu-tests format clean
+.PHONY: demo test check lint types unit numerics k8s-tests serve-tests gpu-tests format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/outrider fetch smollm2
@@ -15,6 +15,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/outrider fetch smollm2
 	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/k8s
 	$(BIN)/python -m pytest tests/gpu || test $$? -eq 5
 	$(BIN)/python -m pytest tests/numerics -n auto
 	$(BIN)/python -m pytest tests/serve
@@ -34,7 +35,7 @@ unit: $(VENV)/.installed-dev
 numerics: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/numerics -n auto
 
-serve-tests gpu-tests: $(VENV)/.installed-dev
+k8s-tests serve-tests gpu-tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/$(@:-tests=)
 
 format: $(VENV)/.installed-dev

@@ -4,7 +4,6 @@ A plain ASGI application that needs no Ray; what serves the tokens is behind `La
 """
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
@@ -23,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.keys import Keys
 from deployments.openai import Answer, Job, ServedModel, model_not_found, validate_chat, validate_completion
 from deployments.schema import ApiError, Part, as_api_error, model_card
 from engine.config import ApiConfig
@@ -70,8 +70,8 @@ class ApiState:
     """Prometheus text."""
     controller: Callable[[], Awaitable[Mapping[str, Any]]]
     """What the controller decided last, and from what."""
-    api_keys: frozenset[str] = frozenset()
-    """Accepted bearer tokens; empty means that no key is asked for."""
+    api_keys: Keys | None = None
+    """Accepted bearer tokens; None means that no key is asked for."""
     request_timeout_s: float | None = None
     """Longest time for an answer, for a stream the longest time without a token; then 408, or an error in the stream."""
     heartbeat_s: float = HEARTBEAT_S
@@ -400,9 +400,9 @@ class _EventStream(Response):
 class _Envelope:
     """Around every route: the request id, the key, and errors in OpenAI's shape."""
 
-    def __init__(self, app: ASGIApp, keys: frozenset[str]):
+    def __init__(self, app: ASGIApp, keys: Keys | None):
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -421,11 +421,10 @@ class _Envelope:
             await _error_response(answer)(scope, receive, reply)
 
     def _check_key(self, path: str, authorization: str) -> None:
-        if not self._keys or path in OPEN_PATHS:
+        if self._keys is None or path in OPEN_PATHS:
             return
         scheme, _, key = authorization.partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]  # all of them: no timing
-        if scheme.lower() != "bearer" or not any(matches):
+        if scheme.lower() != "bearer" or not self._keys.accepts(key.strip()):
             message = "a valid API key is needed: send the header 'Authorization: Bearer <key>'"
             raise ApiError(401, message, code=_STATUS_CODES[401], headers={"WWW-Authenticate": "Bearer"})
 

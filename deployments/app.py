@@ -8,7 +8,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,14 +19,14 @@ from deployments.api import ApiState, build_http_app
 from deployments.controller import Controller
 from deployments.draft import Draft
 from deployments.handle_calls import complete_call, load_served_model, stream_call
+from deployments.keys import KeyFile
 from deployments.lanes import StreamLanes, lanes_for_load
 from deployments.memory import freeze_loaded
 from deployments.messages import Directory, LaneStatus
 from deployments.router import Router
-from deployments.wire import read_tls
+from deployments.wire import read_secret, read_tls
 from engine.build import draft_is_a_model, preflight
-from engine.config import OutriderConfig, parse_config
-from engine.errors import ConfigError
+from engine.config import ApiConfig, OutriderConfig, parse_config
 
 logger = logging.getLogger("ray.serve")
 SMALL_ACTOR_CPUS = 0.1
@@ -40,10 +39,12 @@ def build_app(args: OutriderConfig) -> serve.Application:
     """Bind Api → Router (→ TargetActor) and Draft to a Controller; checks the configuration before anything is started."""
     tokenizer = preflight(args)
     read_tls(args.streams)
-    _read_keys(args.api.keys_file)
+    _open_keys(args.api)
     config = args.model_dump()
-    # Guards the streams between the application's own processes; a new one for every deployment of the application.
-    secret = secrets.token_hex(16)
+    # Guards the streams between the application's own processes. From a file, which every process reads for itself, it stays
+    # the same while the application is updated, and Ray keeps no copy; else every deployment of the application has a new one.
+    secret = "" if args.streams.secret_file else secrets.token_hex(16)
+    read_secret(args.streams, secret)
     controller = _bind(Controller, _small(max_ongoing_requests=1000, logging_config={"enable_access_log": False}), config)
     router = _bind(Router, _router_options(args), config, secret, controller)
     drafts = []
@@ -91,18 +92,8 @@ def _router_options(config: OutriderConfig) -> dict[str, Any]:
     return options
 
 
-def _read_keys(path: Path | None) -> frozenset[str]:
-    """One key per line; empty lines and lines that begin with # do not count."""
-    if path is None:
-        return frozenset()
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(f"api.keys_file {path}: {error.strerror}") from None
-    keys = frozenset(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"api.keys_file {path} holds no key: with an empty file nobody could be let in")
-    return keys
+def _open_keys(config: ApiConfig) -> KeyFile | None:
+    return None if config.keys_file is None else KeyFile(config.keys_file)
 
 
 @serve.ingress()
@@ -115,7 +106,8 @@ class Api:
         """``others`` belong to the application only because they are bound here; they are found by the controller."""
         self._config = parse_config(config)
         self._controller = controller
-        self._lanes = StreamLanes(secret, serve.get_replica_context().replica_tag, read_tls(self._config.streams))
+        streams = self._config.streams
+        self._lanes = StreamLanes(read_secret(streams, secret), serve.get_replica_context().replica_tag, read_tls(streams))
         self._following = asyncio.create_task(self._follow_lanes())
         model = await asyncio.to_thread(load_served_model, self._config)
         self._state = ApiState(
@@ -125,7 +117,7 @@ class Api:
             status=self._status,
             metrics=self._metrics,
             controller=self._snapshot,
-            api_keys=_read_keys(self._config.api.keys_file),
+            api_keys=_open_keys(self._config.api),
             request_timeout_s=self._config.api.request_timeout_s,
         )
         freeze_loaded()

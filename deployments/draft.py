@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.memory import freeze_loaded
 from deployments.merged_draft import MergedDraft
 from deployments.messages import DraftReport
-from deployments.wire import PROTOCOL_VERSION, WireServer, read_tls
+from deployments.wire import PROTOCOL_VERSION, WireServer, read_secret, read_tls
 from engine.config import parse_config
 from engine.types import PrepareReply, PrepareRequest, ProposeReply, ProposeRequest
 
@@ -37,7 +37,8 @@ class Draft:
         self._model = await loop.run_in_executor(self._forwards, build_served_draft, self._config)
         self._merged = MergedDraft(self._run)
         handlers = {"propose": self._merged.propose, "prepare": self._merged.prepare}
-        self._server = WireServer(handlers, secret, tls=read_tls(self._config.streams))
+        streams = self._config.streams
+        self._server = WireServer(handlers, read_secret(streams, secret), tls=read_tls(streams))
         address = await self._server.start(ray.util.get_node_ip_address())
         self._report = DraftReport(
             draft_id=serve.get_replica_context().replica_tag,

@@ -19,7 +19,7 @@ from deployments.memory import freeze_loaded
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget
 from deployments.target import TargetActor
-from deployments.wire import Answers, Tls, WireClient, WireServer, decode, read_tls
+from deployments.wire import Answers, Tls, WireClient, WireServer, decode, read_secret, read_tls
 from engine.build import build_free_source, draft_is_a_model
 from engine.calibrate import StepTimes, measure_target
 from engine.config import OutriderConfig, parse_config
@@ -56,6 +56,7 @@ class Router:
         self._counters = LaneCounters()
         tls = read_tls(self._config.streams)
         self._actor = _start_target(self._config, secret)
+        secret = read_secret(self._config.streams, secret)
         self._target = StreamTarget(self._actor, secret, tls)
         self._info = await self._target.connect()
         level = logging.WARNING if self._info.row_invariant is False else logging.INFO

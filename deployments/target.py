@@ -9,7 +9,7 @@ import msgspec
 import ray
 
 from deployments.memory import freeze_loaded
-from deployments.wire import WireServer, decode, read_tls
+from deployments.wire import WireServer, decode, read_secret, read_tls
 from engine.config import parse_config
 from engine.types import VerifyReply, VerifyRequest
 
@@ -25,7 +25,8 @@ class TargetActor:
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="verify")
         self._target = self._forwards.submit(build_served_target, parsed).result()
         self._address: str | None = None
-        self._server = WireServer({"verify": self._verify}, secret, tls=read_tls(parsed.streams))
+        streams = parsed.streams
+        self._server = WireServer({"verify": self._verify}, read_secret(streams, secret), tls=read_tls(streams))
         freeze_loaded()
 
     async def hello(self) -> tuple[str, int, dict[str, Any]]:

@@ -44,6 +44,7 @@ KEEPALIVE_S = 3.0
 KEEPALIVE_TIMEOUT_S = 7.0
 """Long enough for a machine that is far too busy: a link that is wrongly taken for cut costs a prefill."""
 CONNECT_TIMEOUT_S = 3.0
+MIN_SECRET_CHARACTERS = 16
 TLS_NAME = "outrider"
 """The DNS name that every process's certificate is for: addresses of actors are not known beforehand."""
 
@@ -148,6 +149,28 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"malformed {kind.__name__}: {error}") from None
+
+
+def read_secret(config: StreamsConfig, generated: str) -> str:
+    """What every process of the application must show: the content of the configured file, else ``generated``.
+
+    White space around it does not count. Raises `ConfigError` when the file cannot be used.
+    """
+    path = config.secret_file
+    if path is None:
+        return generated
+    try:
+        secret = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"streams.secret_file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"streams.secret_file: {path} is not ASCII text; `openssl rand -hex 32` makes a good one") from None
+    if len(secret) < MIN_SECRET_CHARACTERS or not secret.isprintable():
+        raise ConfigError(
+            f"streams.secret_file: {path} must hold one line of at least {MIN_SECRET_CHARACTERS} characters; "
+            "`openssl rand -hex 32` makes a good one"
+        )
+    return secret
 
 
 def read_tls(config: StreamsConfig) -> Tls | None:

@@ -183,6 +183,12 @@ class ControllerConfig(_Section):
 class StreamsConfig(_Section):
     """The streams between the application's own processes. Certificates are for mutual TLS: all three, or none."""
 
+    secret_file: Path | None = Field(
+        None,
+        description="file with the secret that every process must show, 16 characters or more; it must exist on every node. "
+        "With one, old and new processes understand each other while the application is updated; default: a new secret for "
+        "every deployment, so that requests of old API processes cannot go on in new lanes",
+    )
     tls_cert: Path | None = Field(
         None,
         description="PEM certificate of every process, for the DNS name `outrider`; the file must exist on every node",
@@ -207,7 +213,11 @@ class ApiConfig(_Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     replicas: int = Field(1, ge=1, description="API processes")
-    keys_file: Path | None = Field(None, description="file with one API key per line; without one no key is asked for")
+    keys_file: Path | None = Field(
+        None,
+        description="file with one API key per line, as `sha256:` and the key's SHA-256 in hex, or in clear; read again when "
+        "it changes, and it must exist on every node. Without one no key is asked for",
+    )
     request_timeout_s: float | None = Field(
         None, gt=0, description="longest time for a whole answer, and longest silence of a stream; then 408 or an error frame"
     )

@@ -15,6 +15,7 @@ import torch
 import uvicorn
 
 from deployments.api import ApiState, build_http_app
+from deployments.keys import KeySet
 from deployments.openai import ServedModel
 from engine.config import ApiConfig
 from engine.drivers import AsyncDriver
@@ -862,7 +863,7 @@ def routes(app):
 
 async def test_keys_guard_every_route():
     """Guards: a key checked on some routes only; new routes open by default."""
-    app = make_app(FakeLanes(), api_keys=frozenset({"good", "other"}))
+    app = make_app(FakeLanes(), api_keys=KeySet.of("good", "other"))
     found = routes(app)
     assert len(found) >= 8
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -982,6 +983,6 @@ async def test_openai_client_errors():
             await client.completions.create(model="m", prompt="a")
         with pytest.raises(openai.APIError, match="not reachable"):
             [chunk async for chunk in await client.completions.create(model="m", prompt="a", stream=True)]
-    async with openai_client(FakeLanes(), api_keys=frozenset({"z"})) as client:
+    async with openai_client(FakeLanes(), api_keys=KeySet.of("z")) as client:
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()

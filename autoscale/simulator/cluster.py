@@ -121,8 +121,8 @@ def simulate(
 ) -> Run:
     """Play ``traffic`` against ``cluster`` until its requests have ended, or until ``until_s``.
 
-    ``stride_s``: a lane plays as many equal rounds in a row as fit into this time before its policy is asked again; 0 asks
-    before every round. ``make_policy`` builds the policy of a lane (default: `depth_policy`). ``replicas`` is asked after every
+    ``stride_s``: a lane asks its policy no more often than that, and plays as many equal rounds in a row as fit into it; 0
+    asks before every round. ``make_policy`` builds the policy of a lane (default: `depth_policy`). ``replicas`` is asked after every
     report and may change the number of lanes and drafts.
     """
     simulation = _Simulation(cluster, traffic, arm, seed, stride_s, keep_moments, make_policy or depth_policy, replicas)
@@ -155,6 +155,8 @@ class _Playing:
         self.started_s = self.round_s = 0.0
         self.num_rounds = 0
         """0: the lane is idle."""
+        self.asked_s = -math.inf
+        """When the policy was asked last."""
         self.version = 0
         """Of the event that ends it: a request that comes meanwhile moves that event."""
         self.is_open = True
@@ -270,7 +272,10 @@ class _Simulation:
 
     def _begin(self, playing: _Playing) -> None:
         lane = playing.lane
-        playing.started_s, playing.round_s = self._now_s, lane.begin(self._now_s)
+        asks = self._now_s >= playing.asked_s + self._stride_s
+        if asks:
+            playing.asked_s = self._now_s
+        playing.started_s, playing.round_s = self._now_s, lane.begin(self._now_s, asks=asks)
         is_settled = not lane.is_reading and not lane.waiting
         playing.num_rounds = max(int(self._stride_s / playing.round_s), 1) if is_settled else 1
         if self._keep_moments:

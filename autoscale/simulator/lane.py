@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
 from autoscale.hit_rate import MAX_FAN_OUT
 from engine.drafting import CATCH_UP_SYNC
-from engine.scheduler import DepthPolicy
+from engine.scheduler import DepthPolicy, FixedDepth
 from engine.types import StepReport
 
 
@@ -98,6 +99,39 @@ class _Round:
     misses: Counter[str] = field(default_factory=Counter)
 
 
+class _Kept:
+    """What the policy said last, for rounds in which it is not asked: a `DepthPolicy` that learns nothing."""
+
+    def __init__(self) -> None:
+        self.depths: dict[str, int] = {}
+        self.usual_depth = 0
+        """Of requests that have come since."""
+        self.guesses: dict[int, tuple[int, ...]] = {}
+        """By the length of the draft."""
+        self.asked = 0
+
+    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
+        return max(min(self.depths.get(request_id, self.usual_depth), room), 0)
+
+    def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
+        if draft_length in self.guesses or not self.guesses:
+            return self.guesses.get(draft_length, ())
+        nearest = self.guesses[min(self.guesses, key=lambda length: abs(length - draft_length))]
+        return (*nearest, *nearest[-1:] * draft_length)[: draft_length + 1]
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        return self.asked
+
+    def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
+        return 0.0
+
+    def observe(self, request_id: str, drafted: int, accepted: int) -> None: ...
+
+    def finished(self, request_id: str) -> None: ...
+
+    def report(self, report: StepReport, now_s: float) -> None: ...
+
+
 class Lane:
     """A router with its target and its share of the drafts. `begin` decides a round, `end` plays it, several times if told so.
 
@@ -139,8 +173,9 @@ class Lane:
         """When the draft is through with what it prepares."""
         self._preparing_s = 0.0
         """Its own time for that, which is reported with the round that uses it."""
-        self._guesses: dict[int, tuple[int, ...]] = {}
-        """The last ones by the length of the draft."""
+        self._kept = _Kept()
+        self._asking: DepthPolicy = policy
+        """Who decides the round that was begun: the policy, or what it said last."""
         self._round: _Round | None = None
 
     @property
@@ -167,8 +202,12 @@ class Lane:
 
     # --- a round begins -----------------------------------------------------------------------------------------------------
 
-    def begin(self, now_s: float) -> float:
-        """Decide a round; returns how long it takes, in seconds. Something must be running or waiting."""
+    def begin(self, now_s: float, *, asks: bool = True) -> float:
+        """Decide a round; returns how long it takes, in seconds. Something must be running or waiting.
+
+        Without ``asks`` the policy is not asked: what it said last holds on.
+        """
+        self._asking = self.policy if asks else self._kept
         self._admit()
         reading = self._reading()
         current = self._round = _Round([job for job in self.running if not job.unread], reading)
@@ -202,7 +241,7 @@ class Lane:
     def _choose_drafts(self, current: _Round, now_s: float) -> None:
         """As `engine.drafting.gather_drafts`: what was prepared is taken, for the rest the draft is asked, or not."""
         decoding = current.decoding
-        batch, depth_of = len(decoding), self.policy.depth
+        batch, depth_of = len(decoding), self._asking.depth
         speculating = []
         for job in decoding:
             room = job.output_tokens - job.done - 1
@@ -212,6 +251,9 @@ class Lane:
                 speculating.append(job)
             else:
                 job.ready, job.kind = 0, ""
+        if self._asking is self.policy:
+            self._kept.depths = {job.id: job.depth for job in decoding}
+            self._kept.usual_depth = round(sum(job.depth for job in decoding) / batch) if batch else self._kept.usual_depth
         near = []
         for job in self._take_prepared(current, speculating, now_s):
             # A request behind takes a plain step while the draft reads on beside it.
@@ -229,7 +271,7 @@ class Lane:
         late_s = self._prepared_s - now_s
         is_late = False
         if expected and late_s > 0:
-            patience_s = self.policy.patience_s(len(current.decoding), len(expected), now_s)
+            patience_s = self._asking.patience_s(len(current.decoding), len(expected), now_s)
             is_late = late_s > patience_s
             current.waited_s = min(late_s, patience_s)
         missed = []
@@ -246,7 +288,7 @@ class Lane:
         return missed
 
     def _ask(self, current: _Round, near: list[Job], now_s: float) -> None:
-        deepest = self.policy.asked_depth([(job.id, job.depth) for job in near], len(current.decoding), now_s)
+        deepest = self._kept.asked = self._asking.asked_depth([(job.id, job.depth) for job in near], len(current.decoding), now_s)
         for job in near:
             job.depth = min(job.depth, deepest)
         if deepest <= 0:
@@ -272,10 +314,10 @@ class Lane:
         """Beside the verify the draft reads what is verified and extends the outcomes that are guessed."""
         batch, first, rows, context, deepest = len(current.decoding), 0, 0, 0, 0
         for job in current.decoding:
-            job.guesses = self.policy.fan_out(job.id, job.depth, batch, now_s) if job.next_depth else ()
+            job.guesses = self._asking.fan_out(job.id, job.depth, batch, now_s) if job.next_depth else ()
             lacking = job.context - job.known
             if any(job.guesses):
-                self._guesses[job.depth] = job.guesses
+                self._kept.guesses[job.depth] = job.guesses
                 count = sum(job.guesses)
                 rows, context, deepest = rows + count, context + count * job.context, max(deepest, job.next_depth)
                 first += lacking + job.depth
@@ -307,15 +349,16 @@ class Lane:
             job.end_s = started_s + num_played * round_s
             if job.depth:
                 num_drafted, num_accepted = num_drafted + job.depth, num_accepted + accepted
-                self.policy.observe(job.id, job.depth, accepted)
+                self._asking.observe(job.id, job.depth, accepted)
         for job, chunk in current.reading:
             job.unread -= chunk
             if not job.unread:
                 job.done, job.first_s, job.end_s = 1, started_s + round_s, started_s + round_s
                 self.num_tokens += 1
         ended = self._leave()
-        report = self._report(current, self.num_tokens - tokens_before, num_drafted, num_accepted, len(ended))
-        self.policy.report(report, started_s + num_rounds * round_s)
+        if self._asking is self.policy and not isinstance(self.policy, FixedDepth):
+            report = self._report(current, self.num_tokens - tokens_before, num_drafted, num_accepted, len(ended))
+            self.policy.report(report, started_s + num_rounds * round_s)
         self._round = None
         return ended
 
@@ -351,7 +394,7 @@ class Lane:
 
     def _foresee(self, job: Job, depth: int, accepted: int) -> None:
         """Whether the outcome was among those that were prepared."""
-        guesses = self._guesses.get(depth, job.guesses)
+        guesses = self._kept.guesses.get(depth, job.guesses)
         count = guesses[accepted] if accepted < len(guesses) else 0
         job.kind = "recovery" if accepted < depth else "bonus" if depth else "plain"
         chance = (self._recovery if accepted < depth else self._bonus)[min(count, MAX_FAN_OUT)]

@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True):
     num_tokens: int
     """Committed, those of open requests included."""
     mean_depth: float
-    """Draft tokens per request and round, each round weighted by its time."""
+    """Draft tokens per request and round."""
     moments: tuple[Moment, ...]
     """Of all lanes; empty unless asked for."""
 
@@ -195,7 +195,6 @@ class _Simulation:
         self._ended: list[Job] = []
         self._num_sent = 0
         self._num_open = 0
-        self._depth_s = self._busy_s = 0.0
         self._moments: list[Moment] = []
         self._now_s = 0.0
         self._resize(Replicas(cluster.num_lanes, cluster.num_drafts))
@@ -276,8 +275,7 @@ class _Simulation:
         if asks:
             playing.asked_s = self._now_s
         playing.started_s, playing.round_s = self._now_s, lane.begin(self._now_s, asks=asks)
-        is_settled = not lane.is_reading and not lane.waiting
-        playing.num_rounds = max(int(self._stride_s / playing.round_s), 1) if is_settled else 1
+        playing.num_rounds = max(int(self._stride_s / playing.round_s), 1) if lane.is_steady else 1
         if self._keep_moments:
             self._moments.append(Moment(self._now_s, lane.index, len(lane.running), _decided_depth(lane)))
         self._schedule_end(playing)
@@ -309,9 +307,7 @@ class _Simulation:
             self._end(self._lanes[what])
 
     def _end(self, playing: _Playing) -> None:
-        lane, seconds = playing.lane, playing.num_rounds * playing.round_s
-        self._depth_s += seconds * lane.mean_depth
-        self._busy_s += seconds
+        lane = playing.lane
         ended = lane.end(playing.started_s, playing.round_s, playing.num_rounds)
         playing.num_rounds = 0
         if self._follows_load:
@@ -413,12 +409,13 @@ class _Simulation:
         return max(of_requests, self._now_s / until_s)
 
     def _run(self) -> Run:
+        lanes = [playing.lane for playing in self._lanes]
         return Run(
             jobs=tuple(self._ended),
             num_open=self._num_open,
             seconds=self._now_s,
-            num_tokens=sum(playing.lane.num_tokens for playing in self._lanes),
-            mean_depth=self._depth_s / self._busy_s if self._busy_s else 0.0,
+            num_tokens=sum(lane.num_tokens for lane in lanes),
+            mean_depth=sum(lane.num_drafted for lane in lanes) / max(sum(lane.num_played for lane in lanes), 1),
             moments=tuple(self._moments),
         )
 

@@ -90,6 +90,8 @@ class _Round:
     """Prompts in prefill and the tokens of them that are processed."""
     asked_depth: int = 0
     num_asked: int = 0
+    num_behind: int = 0
+    """Requests that the draft has to catch up with first."""
     num_verified: int = 0
     waited_s: float = 0.0
     """For drafts, hops included."""
@@ -158,6 +160,8 @@ class Lane:
         self.waiting: deque[Job] = deque()
         self.num_tokens = 0
         """Committed since the lane started."""
+        self.num_drafted = self.num_played = 0
+        """Draft tokens verified, and rounds of single requests, since the lane started."""
         self.num_arrivals = 0
         """Since they were last reported."""
         self._pair = pair
@@ -184,9 +188,9 @@ class Lane:
         return len(self.running) + len(self.waiting)
 
     @property
-    def is_reading(self) -> bool:
-        """Whether a prompt is being processed."""
-        return self._round is not None and bool(self._round.reading)
+    def is_steady(self) -> bool:
+        """Whether rounds like the one that was begun can follow: nobody waits, no prompt is read, no draft catches up."""
+        return self._round is not None and not (self.waiting or self._round.reading or self._round.num_behind)
 
     @property
     def mean_depth(self) -> float:
@@ -259,6 +263,7 @@ class Lane:
             # A request behind takes a plain step while the draft reads on beside it.
             if self.overlaps and job.context - job.known > CATCH_UP_SYNC:
                 job.depth = 0
+                current.num_behind += 1
             else:
                 near.append(job)
         if near:
@@ -367,6 +372,7 @@ class Lane:
         done_before, depth, first, played = job.done, job.depth, 0, 0
         while True:
             played += 1
+            self.num_drafted += depth
             accepted = self._accepted(depth)
             first = accepted if played == 1 else first
             if job.guesses:
@@ -382,6 +388,7 @@ class Lane:
             depth = min(wanted, room)
         job.guesses = ()
         self.num_tokens += job.done - done_before
+        self.num_played += played
         return first, played
 
     def _accepted(self, depth: int) -> int:

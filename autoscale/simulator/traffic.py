@@ -80,6 +80,10 @@ class Traffic(msgspec.Struct, frozen=True):
 
     def thinned(self, share: float, most: int, seed: int) -> "Traffic":
         """Every request kept with the probability ``share``, ``most`` at most: what a part of a cluster sees of it."""
+        if self.users is not None:
+            count, to = (max(round(share * users), 1) for users in (self.users.count, self.users.to))
+            scaled = msgspec.structs.replace(self.users, count=count, to=to)
+            return msgspec.structs.replace(self, users=scaled, num_requests=min(self.num_requests, most))
         random = Random(seed)
         kept = [arrival for arrival in self.arrivals if share >= 1 or random.random() < share][:most]
         return msgspec.structs.replace(self, arrivals=tuple(kept), num_requests=len(kept))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -34,11 +34,14 @@ from engine.errors import ConfigError
 from engine.testing.profiles import PREFIX, Timed, parse_emulation
 
 console = Console(stderr=True)
+T = TypeVar("T")
 COMPARED = (*FIXED, SEQUENTIAL, ADAPTIVE)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXACT_REQUESTS, COARSE_REQUESTS = 1000, 10_000
 """Up to the first, a lane asks its policy before every round; up to the second every `MEDIUM_S`, beyond every `COARSE_S`."""
 MEDIUM_S, COARSE_S = 0.1, 0.5
+WORTH_TELLING = 0.8
+"""Another division is mentioned where a request takes less than this share of its time there."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,9 @@ def _gpus(device: Timed) -> int:
 
 def _check_fits(plan: Plan) -> None:
     if plan.gpus is not None and plan.gpus < plan.gpus_per_target:
-        raise ConfigError(f"--gpus {plan.gpus}: a target of {plan.profile} needs {plan.gpus_per_target} GPUs; give at least as many")
+        raise ConfigError(
+            f"--gpus {plan.gpus}: a target of {plan.profile} needs {plan.gpus_per_target} GPUs; give at least as many"
+        )
     longest = plan.lengths.prompt_tokens + plan.lengths.output_tokens
     if plan.traffic.arrivals:
         longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in plan.traffic.arrivals)
@@ -153,7 +158,7 @@ def _speedups(plan: Plan, progress: Progress) -> dict[str, dict[int, float]]:
     return found
 
 
-def _with_task[T](progress: Progress, what: str, work: Callable[[], T]) -> T:
+def _with_task(progress: Progress, what: str, work: Callable[[], T]) -> T:
     task = progress.add_task(what, total=None)
     result = work()
     progress.update(task, total=1, completed=1)
@@ -179,9 +184,7 @@ def _arms(plan: Plan, split: Split, progress: Progress) -> list[dict[str, Any]]:
     """The whole traffic on the chosen split with adaptive depth; the other arms on the part that the splits were tried on."""
     cluster = msgspec.structs.replace(plan.cluster, num_lanes=split.num_lanes, num_drafts=split.num_drafts)
     task = progress.add_task(f"{plan.traffic.num_requests} requests, {split.num_gpus} GPUs", total=1.0)
-    run = simulate(
-        cluster, plan.traffic, ADAPTIVE, seed=plan.seed, stride_s=plan.stride_s, progress=_follow(progress, task)
-    )
+    run = simulate(cluster, plan.traffic, ADAPTIVE, seed=plan.seed, stride_s=plan.stride_s, progress=_follow(progress, task))
     progress.update(task, completed=1.0)
     whole = Trial(split, latencies(run), run.tokens_per_s, run.mean_depth)
     others: list[Arm] = [PLAIN, *FIXED, SEQUENTIAL] if split.num_drafts else [PLAIN]
@@ -213,6 +216,7 @@ def _summary(
         "seed": plan.seed,
         "settle_s": round(steadiness.settle_s, 3),
         "reversals_per_min": round(steadiness.reversals_per_min, 3),
+        "step_to": steadiness.step_to,
         "threshold_batch": steadiness.threshold_batch,
         "speedup_by_batch": by_arm[ADAPTIVE.name],
         "arms_by_batch": by_arm,
@@ -222,7 +226,7 @@ def _summary(
         "chosen": None if best is None else _trial_row(best, plan),
         "arms": arms,
         "asked_every_s": plan.stride_s,
-        "answer": _answer(plan, best, arms),
+        "answer": _answer(plan, best, trials, arms),
     }
 
 
@@ -252,30 +256,47 @@ def _rounded(seconds: float) -> float | None:
     return round(seconds, 5) if math.isfinite(seconds) else None
 
 
-def _answer(plan: Plan, best: Trial | None, arms: list[dict[str, Any]]) -> str:
+def _answer(plan: Plan, best: Trial | None, trials: list[Trial], arms: list[dict[str, Any]]) -> str:
     if best is None:
         return f"no cluster of {plan.profile} that was tried keeps the objectives: allow longer times or send less traffic"
-    split, adaptive = best.split, arms[-1]
+    kept = "" if plan.objective.is_met(best.latencies) else " (no division of them keeps the objectives)"
+    told = f"{_in_words(best.split)}{kept}: mean depth {arms[-1]['mean_depth']:.1f}, a request takes {_seconds(arms[-1])} s"
+    if best.split.num_drafts:
+        told += f", without speculation on the same targets {_seconds(arms[0])} s"
+    fastest = min(trials, key=lambda trial: trial.latencies.request_mean_s)
+    if fastest.latencies.request_mean_s < WORTH_TELLING * best.latencies.request_mean_s:
+        told += f"; {_in_words(fastest.split)}: {fastest.latencies.request_mean_s:.2f} s"
+    return told
+
+
+def _in_words(split: Split) -> str:
+    targets = f"{split.num_lanes} target{'s' * (split.num_lanes != 1)}"
     drafts = f"{split.num_drafts} draft{'s' * (split.num_drafts != 1)}" if split.num_drafts else "no draft"
-    kept = "" if plan.objective.is_met(best.latencies) else " (which does not keep the objectives)"
-    return (
-        f"{split.num_gpus} GPUs: {split.num_lanes} target{'s' * (split.num_lanes != 1)} and {drafts}{kept}; "
-        f"mean depth {adaptive['mean_depth']:.1f}, a request takes {adaptive['request_mean_s']:.2f} s, "
-        f"{arms[0]['request_mean_s']:.2f} s on the same targets without speculation"
-    )
+    return f"{split.num_gpus} GPU{'s' * (split.num_gpus != 1)} as {targets} and {drafts}"
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    return "-" if row["request_mean_s"] is None else f"{row['request_mean_s']:.2f}"
 
 
 def _print_tables(plan: Plan, result: dict[str, Any]) -> None:
     console.print(_speedup_table(result))
-    console.print(_trial_table("targets + drafts", [(f"{row['lanes']} + {row['drafts']}", row) for row in result["splits"]]))
+    console.print(
+        _trial_table(
+            "targets + drafts", [(f"{row['lanes']} + {row['drafts']} = {row['gpus']} GPUs", row) for row in result["splits"]]
+        )
+    )
     console.print(_trial_table("arm", [(row["arm"], row) for row in result["arms"]]))
-    limit = result["break_even_batch"]
+    limit, threshold = result["break_even_batch"], result["threshold_batch"]
     console.print(
         f"sequential rounds pay {'at every batch' if limit is None else f'below {limit} requests per lane'} at this context; "
-        f"after a step to {64} users the depth settles within {result['settle_s']:.1f} s; "
-        f"{result['reversals_per_min']:.1f} changes per minute between speculating and not with "
-        f"{result['threshold_batch']} users in a lane, where speculation is about to stop paying"
+        f"after a step from 1 to {result['step_to']} users the depth settles within {result['settle_s']:.1f} s"
     )
+    if threshold is not None:
+        console.print(
+            f"with {threshold} users in a lane, where speculation is about to stop paying, it goes on or off "
+            f"{result['reversals_per_min']:.1f} times a minute"
+        )
     console.print(
         "step times are rooflines of data sheets (85 % of the bandwidth, 65 % of the FLOPS), so real devices are slower; "
         f"splits and fixed arms are played by up to 8 lanes and 500 requests. {plan.traffic.name}, seed {plan.seed}"
@@ -291,17 +312,19 @@ def _speedup_table(result: dict[str, Any]) -> Table:
 
 
 def _trial_table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> Table:
-    table = Table(first, "GPUs", "tokens/s", "TTFT p50 / p95 ms", "ITL p50 ms", "request s", "mean K", "objectives")
+    table = Table(
+        first, "tokens/s", "TTFT ms", "p95", "ITL ms", "request s", "mean K", "kept", title="times: p50, mean of requests"
+    )
     for name, row in rows:
         table.add_row(
             name,
-            str(row.get("gpus", "")),
             f"{row['tokens_per_s']:.0f}",
-            f"{_ms(row['ttft_p50_s'])} / {_ms(row['ttft_p95_s'])}",
+            _ms(row["ttft_p50_s"]),
+            _ms(row["ttft_p95_s"]),
             _ms(row["itl_p50_s"]),
-            "-" if row["request_mean_s"] is None else f"{row['request_mean_s']:.2f}",
+            _seconds(row),
             f"{row['mean_depth']:.1f}",
-            "kept" if row["keeps_objectives"] else "not kept",
+            "yes" if row["keeps_objectives"] else "no",
         )
     return table
 

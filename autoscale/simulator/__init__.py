@@ -5,6 +5,24 @@ from autoscale.simulator.lane import Device, Job, Lane, Pair
 from autoscale.simulator.traffic import Arrival, Lengths, Traffic, Users, parse_traffic, read_trace
 
 __all__ = [
-    "ADAPTIVE", "ARMS", "FIXED", "PLAIN", "SEQUENTIAL", "Arm", "Arrival", "Cluster", "Device", "Job", "Lane", "Lengths", "Pair",
-    "Replicas", "Run", "Traffic", "Users", "parse_traffic", "read_trace", "simulate",
+    "ADAPTIVE",
+    "ARMS",
+    "FIXED",
+    "PLAIN",
+    "SEQUENTIAL",
+    "Arm",
+    "Arrival",
+    "Cluster",
+    "Device",
+    "Job",
+    "Lane",
+    "Lengths",
+    "Pair",
+    "Replicas",
+    "Run",
+    "Traffic",
+    "Users",
+    "parse_traffic",
+    "read_trace",
+    "simulate",
 ]

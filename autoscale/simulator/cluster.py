@@ -80,8 +80,12 @@ class Moment(msgspec.Struct, frozen=True):
     at_s: float
     lane: int
     batch: int
+    num_tokens: int
+    """Committed by the lane so far."""
     depth: float
-    """What the policy says that requests get; probes, which are there to learn, do not count."""
+    """Mean over the decoding requests."""
+    speculates: bool
+    """What the policy says; probes, which are there to learn, do not count."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -277,7 +281,7 @@ class _Simulation:
         playing.started_s, playing.round_s = self._now_s, lane.begin(self._now_s, asks=asks)
         playing.num_rounds = max(int(self._stride_s / playing.round_s), 1) if lane.is_steady else 1
         if self._keep_moments:
-            self._moments.append(Moment(self._now_s, lane.index, len(lane.running), _decided_depth(lane)))
+            self._moments.append(_moment(lane, self._now_s))
         self._schedule_end(playing)
 
     def _cut_short(self, playing: _Playing) -> None:
@@ -406,7 +410,7 @@ class _Simulation:
 
     def _share_done(self, until_s: float) -> float:
         of_requests = len(self._ended) / max(self._traffic.num_requests, 1)
-        return max(of_requests, self._now_s / until_s)
+        return min(max(of_requests, self._now_s / until_s), 1.0)
 
     def _run(self) -> Run:
         lanes = [playing.lane for playing in self._lanes]
@@ -423,7 +427,7 @@ class _Simulation:
 _REPORT, _USERS = -1, -2
 
 
-def _decided_depth(lane: Lane) -> float:
-    if isinstance(lane.policy, LanePolicy):
-        return float(lane.policy.explain()["depth"])
-    return lane.mean_depth
+def _moment(lane: Lane, now_s: float) -> Moment:
+    policy, depth = lane.policy, lane.mean_depth
+    speculates = policy.explain()["depth"] > 0 if isinstance(policy, LanePolicy) else depth > 0
+    return Moment(now_s, lane.index, len(lane.running), lane.num_tokens, depth, speculates)

@@ -293,7 +293,9 @@ class Lane:
         return missed
 
     def _ask(self, current: _Round, near: list[Job], now_s: float) -> None:
-        deepest = self._kept.asked = self._asking.asked_depth([(job.id, job.depth) for job in near], len(current.decoding), now_s)
+        deepest = self._kept.asked = self._asking.asked_depth(
+            [(job.id, job.depth) for job in near], len(current.decoding), now_s
+        )
         for job in near:
             job.depth = min(job.depth, deepest)
         if deepest <= 0:

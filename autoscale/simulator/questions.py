@@ -9,8 +9,8 @@ import msgspec
 
 from autoscale.cost_model import OverlapCost, RoundCost, StepCost
 from autoscale.hit_rate import HitLaws
-from autoscale.overlap import best_overlap
-from autoscale.price import best_depth
+from autoscale.overlap import overlap_price_table
+from autoscale.price import best_depth, price_at, price_table
 from autoscale.simulator.cluster import PLAIN, Arm, Cluster, MakePolicy, Moment, Run, simulate, step_times
 from autoscale.simulator.lane import Device
 from autoscale.simulator.traffic import Lengths, Traffic, Users
@@ -19,6 +19,8 @@ ENDLESS = 1 << 40
 """Requests of users who never stop."""
 WARM_UP_ROUNDS = 40
 """In which a lane learns its acceptance; then the measured rounds begin."""
+MEASURED_ROUNDS = (50, 200)
+"""At a large and at a small batch: a round of many requests tells more."""
 SETTLED = 1.0
 """Draft tokens by which the depth may differ from what it comes to in the end."""
 WINDOW_S = 0.5
@@ -60,20 +62,20 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 def speedup_by_batch(
-    cluster: Cluster, arms: Iterable[Arm], batches: Iterable[int], lengths: Lengths, *, rounds: int = 200, seed: int = 0
+    cluster: Cluster, arms: Iterable[Arm], batches: Iterable[int], lengths: Lengths, *, seed: int = 0
 ) -> Iterator[tuple[int, str, float]]:
     """(batch, arm, speed-up): tokens per second of one lane whose ``batch`` requests decode, over those of plain decoding.
 
     Prompts cost nothing; a request that ends is replaced at once. Arms that follow the load are warm when it is measured.
     """
     for batch in batches:
-        plain = steady_rate(cluster, PLAIN, batch, lengths, rounds=rounds, seed=seed)
+        plain = steady_rate(cluster, PLAIN, batch, lengths, seed=seed)
         for arm in arms:
-            yield batch, arm.name, steady_rate(cluster, arm, batch, lengths, rounds=rounds, seed=seed) / plain
+            yield batch, arm.name, steady_rate(cluster, arm, batch, lengths, seed=seed) / plain
 
 
-def steady_rate(cluster: Cluster, arm: Arm, batch: int, lengths: Lengths, *, rounds: int = 200, seed: int = 0) -> float:
-    """Tokens per second of one lane with ``batch`` decoding requests, over about ``rounds`` plain rounds after warming up."""
+def steady_rate(cluster: Cluster, arm: Arm, batch: int, lengths: Lengths, *, seed: int = 0) -> float:
+    """Tokens per second of one lane with ``batch`` decoding requests, over some plain rounds' time after warming up."""
     lane = msgspec.structs.replace(
         cluster,
         num_lanes=1,
@@ -83,9 +85,11 @@ def steady_rate(cluster: Cluster, arm: Arm, batch: int, lengths: Lengths, *, rou
     )
     traffic = users_traffic(batch, batch, 0.0, lengths)
     step_s = cluster.pair.target.step_s(batch, round(batch * (lengths.prompt_tokens + lengths.output_tokens / 2)))
-    warm_up = simulate(lane, traffic, arm, seed=seed, until_s=WARM_UP_ROUNDS * step_s)
-    whole = simulate(lane, traffic, arm, seed=seed, until_s=(WARM_UP_ROUNDS + rounds) * step_s)
-    return (whole.num_tokens - warm_up.num_tokens) / (whole.seconds - warm_up.seconds)
+    rounds = min(max(MEASURED_ROUNDS[1] * 8 // batch, MEASURED_ROUNDS[0]), MEASURED_ROUNDS[1])
+    warm_s = WARM_UP_ROUNDS * step_s
+    run = simulate(lane, traffic, arm, seed=seed, until_s=warm_s + rounds * step_s, keep_moments=True)
+    first = next(moment for moment in run.moments if moment.at_s >= warm_s)
+    return (run.num_tokens - first.num_tokens) / (run.seconds - first.at_s)
 
 
 def users_traffic(count: int, to: int, at_s: float, lengths: Lengths) -> Traffic:
@@ -155,7 +159,7 @@ def _windows(moments: Sequence[Moment], start_s: float, until_s: float) -> Itera
 
 def reversals_per_min(moments: Sequence[Moment], since_s: float, until_s: float) -> float:
     """How often per minute one lane changed from speculating to plain decoding or back."""
-    states = [moment.depth > 0 for moment in moments if since_s <= moment.at_s < until_s]
+    states = [moment.speculates for moment in moments if since_s <= moment.at_s < until_s]
     return 60 * sum(before != after for before, after in pairwise(states)) / (until_s - since_s)
 
 
@@ -177,7 +181,7 @@ def stability(
     lengths: Lengths,
     *,
     step_to: int = 64,
-    seconds: float = 60.0,
+    seconds: float = 30.0,
     seed: int = 0,
     make_policy: MakePolicy | None = None,
 ) -> Stability:
@@ -214,18 +218,19 @@ def stability(
 
 
 def threshold_batch(cluster: Cluster, arm: Arm, lengths: Lengths) -> int | None:
-    """The smallest batch at which a lane sees no depth pay; None if there is none up to 2048.
+    """The smallest batch at which the controller's table has no depth pay; None if there is none up to 2048.
 
     A lane measured itself at a short context and corrects all its times alike for what longer ones take.
     """
     context = round(lengths.prompt_tokens + lengths.output_tokens / 2)
+    alpha, most = cluster.pair.alpha, cluster.max_depth
 
     def pays_nothing(batch: int) -> bool:
         cost = RoundCost(*(_seen(device, batch, context) for device in (cluster.pair.target, cluster.pair.draft)))
-        if best_depth(batch, cluster.pair.alpha, cost, cluster.max_depth) > 0:
-            return False
-        depths = tuple(range(cluster.max_depth + 1))
-        return not arm.overlaps or best_overlap(batch, cluster.pair.alpha, OverlapCost(cost), HitLaws(), depths, None).depth == 0
+        rows = price_table(alpha, cost, most)
+        if arm.overlaps and price_at(rows, batch) >= alpha:
+            rows = overlap_price_table(round(alpha, 2), OverlapCost(cost).rounded(), HitLaws().rounded(), most)
+        return price_at(rows, batch) >= alpha
 
     return smallest(1, 2048, pays_nothing)
 
@@ -275,7 +280,9 @@ def splits_of(num_gpus: int, gpus_per_target: int, gpus_per_draft: int) -> list[
         spare = (num_gpus - num_lanes * gpus_per_target) // gpus_per_draft
         num_drafts = min(spare, max(round(share * num_lanes), 1)) if share else 0
         if num_lanes:
-            found[num_lanes, num_drafts] = Split(num_lanes, num_drafts, num_lanes * gpus_per_target + num_drafts * gpus_per_draft)
+            found[num_lanes, num_drafts] = Split(
+                num_lanes, num_drafts, num_lanes * gpus_per_target + num_drafts * gpus_per_draft
+            )
     return list(found.values())
 
 
@@ -292,7 +299,14 @@ def try_split(cluster: Cluster, traffic: Traffic, arm: Arm, split: Split, *, see
 
 
 def gpus_needed(
-    cluster: Cluster, traffic: Traffic, arm: Arm, objective: Objective, gpus_per_target: int, gpus_per_draft: int, *, seed: int = 0
+    cluster: Cluster,
+    traffic: Traffic,
+    arm: Arm,
+    objective: Objective,
+    gpus_per_target: int,
+    gpus_per_draft: int,
+    *,
+    seed: int = 0,
 ) -> list[Trial]:
     """For every number of drafts per lane, the fewest lanes that keep the objective; by GPUs, then by the time of a request.
 
@@ -307,7 +321,7 @@ def gpus_needed(
             return try_split(cluster, traffic, arm, split, seed=seed)
 
         trial = _fewest(attempt, objective)
-        trials += [trial] if trial is not None else []
+        trials += [trial] if trial is not None and trial.split not in [other.split for other in trials] else []
     return sorted(trials, key=lambda trial: (trial.split.num_gpus, trial.latencies.request_mean_s))
 
 

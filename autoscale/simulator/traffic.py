@@ -206,7 +206,9 @@ def read_trace(path: Path, num_requests: int | None = None) -> Traffic:
             break
         arrival = _arrival(f"{path}, line {number}", row)
         if arrivals and arrival.at_s < arrivals[-1].at_s:
-            raise ConfigError(f"{path}, line {number}: at_s ({arrival.at_s:g}) is before the line above it; sort the file by at_s")
+            raise ConfigError(
+                f"{path}, line {number}: at_s ({arrival.at_s:g}) is before the line above it; sort the file by at_s"
+            )
         arrivals.append(arrival)
     if not arrivals:
         raise ConfigError(f"{path} holds no request; it needs lines with {', '.join(FIELDS)}")

@@ -24,6 +24,8 @@ RATE_WINDOW_S = 2.0
 """Over which a lane reports its tokens per second."""
 LANES_PER_REPORT = 16
 """With more lanes each reports less often, so that the controller's work stays within a fraction of a simulation's."""
+STRIDES_PER_REPORT = 10
+"""The same where lanes are asked less often."""
 MAX_REPORT_S = 4.0
 """Below the age at which the controller gives a lane up."""
 
@@ -126,8 +128,8 @@ def simulate(
     """Play ``traffic`` against ``cluster`` until its requests have ended, or until ``until_s``.
 
     ``stride_s``: a lane asks its policy no more often than that, and plays as many equal rounds in a row as fit into it; 0
-    asks before every round. ``make_policy`` builds the policy of a lane (default: `depth_policy`). ``replicas`` is asked after every
-    report and may change the number of lanes and drafts.
+    asks before every round. ``make_policy`` builds the policy of a lane (default: `depth_policy`). ``replicas`` is asked after
+    every report and may change the number of lanes and drafts.
     """
     simulation = _Simulation(cluster, traffic, arm, seed, stride_s, keep_moments, make_policy or depth_policy, replicas)
     return simulation.play(until_s, progress)
@@ -333,7 +335,8 @@ class _Simulation:
 
     @property
     def _report_interval_s(self) -> float:
-        return min(self._cluster.report_interval_s * max(len(self._lanes) / LANES_PER_REPORT, 1), MAX_REPORT_S)
+        least_s = max(self._cluster.report_interval_s, STRIDES_PER_REPORT * self._stride_s)
+        return min(least_s * max(len(self._lanes) / LANES_PER_REPORT, 1), MAX_REPORT_S)
 
     def _report(self) -> None:
         for playing in self._lanes:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -226,7 +227,7 @@ def threshold_batch(cluster: Cluster, arm: Arm, lengths: Lengths) -> int | None:
     alpha, most = cluster.pair.alpha, cluster.max_depth
 
     def pays_nothing(batch: int) -> bool:
-        cost = RoundCost(*(_seen(device, batch, context) for device in (cluster.pair.target, cluster.pair.draft)))
+        cost = RoundCost(_seen(cluster.pair.target, batch, context), _seen(cluster.pair.draft, batch, context))
         rows = price_table(alpha, cost, most)
         if arm.overlaps and price_at(rows, batch) >= alpha:
             rows = overlap_price_table(round(alpha, 2), OverlapCost(cost).rounded(), HitLaws().rounded(), most)
@@ -312,26 +313,25 @@ def gpus_needed(
 
     Empty where `MAX_LANES` lanes do not keep it.
     """
-    trials = []
-    for share in DRAFT_SHARES[: 1 if arm.depth == 0 else None]:
+    tried: dict[Split, Trial] = {}
 
-        def attempt(num_lanes: int, share: float = share) -> Trial:
-            num_drafts = math.ceil(share * num_lanes)
-            split = Split(num_lanes, num_drafts, num_lanes * gpus_per_target + num_drafts * gpus_per_draft)
-            return try_split(cluster, traffic, arm, split, seed=seed)
+    def attempt(num_lanes: int, share: float) -> Trial:
+        num_drafts = math.ceil(share * num_lanes)
+        split = Split(num_lanes, num_drafts, num_lanes * gpus_per_target + num_drafts * gpus_per_draft)
+        if split not in tried:
+            tried[split] = try_split(cluster, traffic, arm, split, seed=seed)
+        return tried[split]
 
-        trial = _fewest(attempt, objective)
-        trials += [trial] if trial is not None and trial.split not in [other.split for other in trials] else []
-    return sorted(trials, key=lambda trial: (trial.split.num_gpus, trial.latencies.request_mean_s))
+    fewest = {_fewest(partial(attempt, share=share), objective) for share in DRAFT_SHARES}
+    kept = [trial for trial in fewest if trial is not None]
+    return sorted(kept, key=lambda trial: (trial.split.num_gpus, trial.latencies.request_mean_s))
 
 
 def _fewest(attempt: Callable[[int], Trial], objective: Objective) -> Trial | None:
     """More lanes until the objective is kept, then fewer again as long as it is."""
-    seen: dict[int, Trial] = {}
 
     def is_met(num_lanes: int) -> bool:
-        seen[num_lanes] = attempt(num_lanes)
-        return objective.is_met(seen[num_lanes].latencies)
+        return objective.is_met(attempt(num_lanes).latencies)
 
     most = 1
     while not is_met(most):
@@ -339,4 +339,4 @@ def _fewest(attempt: Callable[[int], Trial], objective: Objective) -> Trial | No
         if most > MAX_LANES:
             return None
     fewest = smallest(most // 2 + 1, most, is_met)
-    return seen[fewest] if fewest is not None else None
+    return None if fewest is None else attempt(fewest)

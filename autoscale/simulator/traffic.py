@@ -90,7 +90,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def parse_traffic(text: str, num_requests: int, lengths: Lengths, seed: int) -> Traffic:
-    """Make the traffic that ``text`` names. Raises `ConfigError` that names the parameter, or the line of a file, and the fix."""
+    """Make the traffic that ``text`` names. Raises `ConfigError` that names what is wrong, in a file its line, and the fix."""
     kind, _, rest = text.partition(":")
     if kind == "file":
         return read_trace(Path(rest), num_requests)

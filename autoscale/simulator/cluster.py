@@ -137,8 +137,8 @@ def simulate(
 
 def depth_policy(cluster: Cluster, arm: Arm) -> DepthPolicy:
     """The policy of a lane, as a router builds it: from what target and draft measured of themselves when they started."""
-    if arm.depth is not None or cluster.num_drafts == 0:
-        return FixedDepth(arm.depth or 0)
+    if arm.depth is not None:
+        return FixedDepth(arm.depth)
     return LanePolicy(
         max_depth=cluster.max_depth,
         target_step_times=step_times(cluster.pair.target),
@@ -315,7 +315,7 @@ class _Simulation:
     def _end(self, playing: _Playing) -> None:
         lane = playing.lane
         ended = lane.end(playing.started_s, playing.round_s, playing.num_rounds)
-        playing.num_rounds = 0
+        playing.num_rounds = 1  # still: what users send now joins the next round together
         if self._follows_load:
             playing.recent.append((self._now_s, lane.num_tokens))
         if ended:
@@ -324,7 +324,8 @@ class _Simulation:
             playing.lengths.extend(job.output_tokens for job in ended)
             self._note_load(playing)
             self._keep_users()
-        if lane.num_requests and playing.num_rounds == 0:
+        playing.num_rounds = 0
+        if lane.num_requests:
             self._begin(playing)
 
     # --- the controller -----------------------------------------------------------------------------------------------------

@@ -217,6 +217,9 @@ class Lane:
         current = self._round = _Round([job for job in self.running if not job.unread], reading)
         if self.lanes_per_draft:
             self._choose_drafts(current, now_s)
+        else:
+            for job in current.decoding:
+                job.depth, job.next_depth, job.ready, job.kind = 0, 0, 0, ""
         current.num_verified = sum(1 + job.depth for job in current.decoding) + sum(chunk for _, chunk in reading)
         context = sum(job.context for job in self.running) + current.num_verified
         current.verify_s = self._pair.target.step_s(current.num_verified, context)

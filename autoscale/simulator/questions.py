@@ -311,7 +311,7 @@ def gpus_needed(
 ) -> list[Trial]:
     """For every number of drafts per lane, the fewest lanes that keep the objective; by GPUs, then by the time of a request.
 
-    Empty where `MAX_LANES` lanes do not keep it.
+    Empty where no number of lanes keeps it.
     """
     tried: dict[Split, Trial] = {}
 
@@ -322,12 +322,14 @@ def gpus_needed(
             tried[split] = try_split(cluster, traffic, arm, split, seed=seed)
         return tried[split]
 
-    fewest = {_fewest(partial(attempt, share=share), objective) for share in DRAFT_SHARES}
+    # A lane for every request is as good as it gets.
+    most = min(MAX_LANES, 2 * traffic.num_requests)
+    fewest = {_fewest(partial(attempt, share=share), objective, most) for share in DRAFT_SHARES}
     kept = [trial for trial in fewest if trial is not None]
     return sorted(kept, key=lambda trial: (trial.split.num_gpus, trial.latencies.request_mean_s))
 
 
-def _fewest(attempt: Callable[[int], Trial], objective: Objective) -> Trial | None:
+def _fewest(attempt: Callable[[int], Trial], objective: Objective, limit: int) -> Trial | None:
     """More lanes until the objective is kept, then fewer again as long as it is."""
 
     def is_met(num_lanes: int) -> bool:
@@ -336,7 +338,7 @@ def _fewest(attempt: Callable[[int], Trial], objective: Objective) -> Trial | No
     most = 1
     while not is_met(most):
         most *= 2
-        if most > MAX_LANES:
+        if most > limit:
             return None
     fewest = smallest(most // 2 + 1, most, is_met)
     return None if fewest is None else attempt(fewest)

@@ -101,7 +101,6 @@ def test_long_contexts_keep_speculation_profitable() -> None:
     long = _speedup(cluster, FIXED[2], 64, Lengths(16_000.0, 128.0, 0.0))
     assert short < 1.2
     assert long > 1.8
-    assert expected_depths(cluster, (64,), Lengths(16_000.0, 128.0))[64] > expected_depths(cluster, (64,), Lengths())[64] - 1
 
 
 # --- stability --------------------------------------------------------------------------------------------------------------
@@ -119,12 +118,12 @@ def test_the_gate_keeps_the_depth_from_flapping() -> None:
 
     Negative control: the same lane without hysteresis and dwell.
     """
-    cluster = msgspec.structs.replace(_cluster("8b-h100?alpha=0.7"), dwell_s=10.0)
+    cluster = _cluster("free?step_ms=10&c=0.05&alpha=0.7&knee=32")
     gated = stability(cluster, SEQUENTIAL, Lengths(), seconds=30)
     loose = stability(cluster, SEQUENTIAL, Lengths(), seconds=30, make_policy=_without_gate)
     assert gated.threshold_batch == loose.threshold_batch is not None
     assert loose.reversals_per_min > 60
-    assert gated.reversals_per_min <= 2 * 60 / cluster.dwell_s + 2
+    assert gated.reversals_per_min <= 2
     assert gated.settle_s <= 2.0
 
 

@@ -92,6 +92,8 @@ class _Round:
     num_asked: int = 0
     num_behind: int = 0
     """Requests that the draft has to catch up with first."""
+    is_exposed: bool = False
+    """The draft prepares for longer than the target verifies."""
     num_verified: int = 0
     waited_s: float = 0.0
     """For drafts, hops included."""
@@ -111,6 +113,7 @@ class _Kept:
         self.guesses: dict[int, tuple[int, ...]] = {}
         """By the length of the draft."""
         self.asked = 0
+        self.patience = math.inf
 
     def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
         return max(min(self.depths.get(request_id, self.usual_depth), room), 0)
@@ -125,7 +128,7 @@ class _Kept:
         return self.asked
 
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
-        return 0.0
+        return self.patience
 
     def observe(self, request_id: str, drafted: int, accepted: int) -> None: ...
 
@@ -189,8 +192,12 @@ class Lane:
 
     @property
     def is_steady(self) -> bool:
-        """Whether rounds like the one that was begun can follow: nobody waits, no prompt is read, no draft catches up."""
-        return self._round is not None and not (self.waiting or self._round.reading or self._round.num_behind)
+        """Whether rounds just like the one that was begun can follow.
+
+        Nobody waits, no prompt is read, the draft catches up with nobody and is through before the target is.
+        """
+        current = self._round
+        return current is not None and not (self.waiting or current.reading or current.num_behind or current.is_exposed)
 
     @property
     def mean_depth(self) -> float:
@@ -280,6 +287,7 @@ class Lane:
         is_late = False
         if expected and late_s > 0:
             patience_s = self._asking.patience_s(len(current.decoding), len(expected), now_s)
+            self._kept.patience = patience_s
             is_late = late_s > patience_s
             current.waited_s = min(late_s, patience_s)
         missed = []
@@ -342,6 +350,7 @@ class Lane:
         seconds += deepest * self._forward_s(rows, context)
         self._preparing_s = seconds
         self._prepared_s = now_s + current.waited_s + seconds + 2 * self._pair.hop_s
+        current.is_exposed = seconds + 2 * self._pair.hop_s > current.verify_s
 
     # --- a round ends -------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ WARM_UP_ROUNDS = 40
 """In which a lane learns its acceptance; then the measured rounds begin."""
 MEASURED_ROUNDS = (50, 200)
 """At a large and at a small batch: a round of many requests tells more."""
-SETTLED = 1.0
-"""Draft tokens by which the depth may differ from what it comes to in the end."""
+SETTLED = 1.5
+"""Draft tokens by which the depth may differ from what it comes to: it wanders by one with the estimate of the acceptance."""
 WINDOW_S = 0.5
 """Over which depths are averaged when it is asked whether they have settled."""
 DRAFT_SHARES = (0.0, 0.25, 0.5, 1.0, 2.0)
@@ -32,6 +32,8 @@ MAX_SAMPLE_LANES = 8
 """A split of a large cluster is tried on so many of its lanes, with their share of the traffic."""
 MAX_SAMPLE_REQUESTS = 500
 SAMPLE_STRIDE_S = 0.1
+HELPS = 0.99
+"""Twice as many lanes must bring the time of a request below this share of what it was, or more lanes do not help."""
 MAX_LANES = 4096
 MAX_BATCH = 4096
 
@@ -338,7 +340,7 @@ def _fewest(attempt: Callable[[int], Trial], objective: Objective, limit: int) -
     most = 1
     while not is_met(most):
         most *= 2
-        if most > limit:
+        if most > limit or attempt(most).latencies.request_mean_s > HELPS * attempt(most // 2).latencies.request_mean_s:
             return None
     fewest = smallest(most // 2 + 1, most, is_met)
     return None if fewest is None else attempt(fewest)

@@ -28,12 +28,12 @@ def test_the_last_line_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
     assert result["speedup_by_batch"]["1"] > 2 > 1.1 > result["speedup_by_batch"]["64"]
     assert set(result["arms_by_batch"]) == {"K=1", "K=2", "K=4", "K=8", "sequential", "adaptive"}
     assert all(split["gpus"] <= 3 for split in result["splits"])
-    assert [row["arm"] for row in result["arms"]][0] == "none"
+    assert result["arms"][0]["arm"] == "none"
     assert "no speculation" in printed.err
 
 
 def test_it_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Bug guarded: the answer without --gpus names a cluster that does not keep the objectives; a trace that is not replayed."""
+    """Bug guarded: the answer without --gpus names a cluster that misses the objectives; a trace that is not replayed."""
     trace = tmp_path / "trace.csv"
     trace.write_text("at_s,prompt_tokens,output_tokens\n" + "".join(f"{0.05 * n},64,32\n" for n in range(40)))
     assert main(["simulate", *FAST, "--traffic", f"file:{trace}", "--max-itl-ms", "15", "--json"]) == 0

@@ -7,8 +7,21 @@ import msgspec
 import pytest
 
 from autoscale.signals import ClusterState
-from autoscale.simulator import ADAPTIVE, ARMS, FIXED, PLAIN, SEQUENTIAL, Arrival, Cluster, Lengths, Replicas, Run, Traffic
-from autoscale.simulator import parse_traffic, simulate
+from autoscale.simulator import (
+    ADAPTIVE,
+    ARMS,
+    FIXED,
+    PLAIN,
+    SEQUENTIAL,
+    Arrival,
+    Cluster,
+    Lengths,
+    Replicas,
+    Run,
+    Traffic,
+    parse_traffic,
+    simulate,
+)
 from engine.testing.profiles import parse_emulation
 
 PAIR = parse_emulation("emulated:70b-h100?alpha=0.75", "profile")

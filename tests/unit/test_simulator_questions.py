@@ -31,13 +31,14 @@ from engine.scheduler import DepthPolicy
 from engine.testing.profiles import parse_emulation
 
 K3 = Arm("K=3", 3)
+LENGTHS = Lengths(512.0, 128.0)
 
 
 def _cluster(profile: str) -> Cluster:
     return Cluster(parse_emulation(f"emulated:{profile}", "profile"))
 
 
-def _speedup(cluster: Cluster, arm: Arm, batch: int, lengths: Lengths = Lengths(512.0, 128.0)) -> float:
+def _speedup(cluster: Cluster, arm: Arm, batch: int, lengths: Lengths = LENGTHS) -> float:
     ((_, _, value),) = speedup_by_batch(cluster, (arm,), (batch,), lengths)
     return value
 
@@ -66,7 +67,7 @@ def test_8b_at_batch_128_gains_what_was_published() -> None:
 
 @pytest.mark.parametrize("profile", ["70b-h100", "8b-h100", "72b-h200"])
 def test_fixed_depths_lose_at_a_high_load_and_following_the_load_does_not(profile: str) -> None:
-    """A fixed K falls below 1 beyond the published range: vLLM's blog of October 2024 tells of 1.4x to 1.8x slower at a high rate.
+    """A fixed K falls below 1 beyond the published range: vLLM's blog of October 2024 tells of 1.4x to 1.8x slower.
 
     Bug guarded: a loaded service that is slower with speculation than without it.
     """

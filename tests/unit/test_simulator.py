@@ -90,7 +90,7 @@ def test_a_stride_hardly_changes_what_comes_out(arm: Any) -> None:
     traffic = _poisson(8, 250)
     exact, coarse = (simulate(Cluster(PAIR, num_lanes=2, num_drafts=2), traffic, arm, stride_s=s) for s in (0.0, 0.3))
     assert _mean_time_s(coarse) == pytest.approx(_mean_time_s(exact), rel=0.12)
-    assert coarse.mean_depth == pytest.approx(exact.mean_depth, abs=1.0)
+    assert coarse.mean_depth == pytest.approx(exact.mean_depth, abs=1.5)
 
 
 def test_requests_go_to_the_least_loaded_lane() -> None:

@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     _add_verify_lossless(commands)
+    _add_simulate(commands)
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     engine = bench.add_parser("engine", help="tokens/s by batch and draft, step times, and transformers beside them")
     _add_config_options(engine)
@@ -153,6 +154,43 @@ def _add_verify_lossless(commands: "argparse._SubParsersAction[argparse.Argument
     verify.set_defaults(run=_verify_lossless)
 
 
+def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="which depth, how many drafts, how many GPUs: the service's own policies on made-up devices and traffic",
+        description="Replays traffic against a cluster that is not here: step times are rooflines of data sheets, the policies "
+        "those of the running service. Without --gpus it looks for the fewest GPUs that keep the objectives, with --gpus for "
+        "the best division of these between targets and drafts.",
+    )
+    simulate.add_argument(
+        "--profile",
+        default="70b-h100",
+        help="pair of models and their GPUs, with parameters as of emulated devices: 70b-h100, 8b-h100?alpha=0.7, "
+        "free?step_ms=30&c=0.1&knee=256; default: 70b-h100",
+    )
+    simulate.add_argument(
+        "--traffic",
+        default="poisson:rate=4",
+        help="poisson:rate=4 | bursts:rate=1,peak=20,period_s=30,burst_s=5 | diurnal:rate=4,swing=0.8,period_s=600 | "
+        "step:rate=1,to=20,at_s=30 | users:count=1,to=64,at_s=30 | file:TRACE.csv or .jsonl with at_s, prompt_tokens, "
+        "output_tokens; rates per second",
+    )
+    simulate.add_argument("--requests", default="400", metavar="N", help="how many; default: 400")
+    simulate.add_argument("--gpus", metavar="N", help="GPUs that there are; default: as few as keep the objectives")
+    simulate.add_argument("--max-ttft-ms", default="1000", metavar="MS", help="objective: p95 of the time to first token")
+    simulate.add_argument("--max-itl-ms", metavar="MS", help="objective: p50 of the time between tokens; default: none")
+    simulate.add_argument("--prompt-tokens", default="512", metavar="N", help="mean length of prompts; default: 512")
+    simulate.add_argument("--output-tokens", default="128", metavar="N", help="mean length of outputs; default: 128")
+    simulate.add_argument("--spread", default="0.5", help="standard deviation of lengths over their mean; default: 0.5")
+    simulate.add_argument("--max-batch", default="256", metavar="N", help="as lanes.max_batch; default: 256")
+    simulate.add_argument("--max-depth", default="8", metavar="K", help="as speculation.max_depth; default: 8")
+    simulate.add_argument("--dwell-s", default="1", metavar="S", help="as controller.dwell_s; default: 1")
+    simulate.add_argument("--seed", default="0", help="of traffic and acceptance; default: 0")
+    simulate.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help="speed-up by batch and the splits, as .png or .svg")
+    simulate.set_defaults(run=_simulate)
+
+
 DEMO_PROMPT = "Write a Python function that returns the sum of a list of numbers, with a docstring and an example."
 
 
@@ -230,6 +268,12 @@ def _verify_lossless(parsed: argparse.Namespace) -> int:
 
     plan = Plan.of(quick=parsed.quick, seeds=parsed.seeds, tokens=parsed.tokens, tolerance=parsed.tolerance)
     return run_verify_lossless(read_config(parsed.config, parsed.settings), plan, as_json=parsed.json)
+
+
+def _simulate(parsed: argparse.Namespace) -> int:
+    from deployments.simulate import read_plan, run_simulate
+
+    return run_simulate(read_plan(parsed), as_json=parsed.json)
 
 
 def _bench_engine(parsed: argparse.Namespace) -> int:

@@ -71,3 +71,34 @@ def draw_rounds(path: Path, rows: list[dict[str, Any]], title: str) -> None:
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def draw_simulation(path: Path, speedups: dict[str, dict[str, float]], trials: list[dict[str, Any]], title: str) -> None:
+    """Speed-up over the batch for every arm; time of a request over the GPUs of every split that was tried.
+
+    ``speedups``: by arm and batch. ``trials``: the JSON's splits.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = (figure.add_subplot(1, 2, place) for place in (1, 2))
+    curves: Any = left
+    for name, by_batch in speedups.items():
+        style = "o-" if name.startswith("adaptive") else "--"
+        curves.plot([int(batch) for batch in by_batch], list(by_batch.values()), style, label=name)
+    batches = [int(batch) for batch in next(iter(speedups.values()))]
+    curves.axhline(1.0, color="black", linestyle=":")
+    curves.set_xscale("log", base=2)
+    curves.set_xticks(batches, [str(batch) for batch in batches])
+    curves.set_xlabel("requests that decode in one lane")
+    curves.set_ylabel("tokens/s over no speculation")
+    curves.set_title(title)
+    curves.grid(alpha=0.3)
+    curves.legend()
+    bars: Any = right
+    names = [f"{trial['lanes']} + {trial['drafts']}\n({trial['gpus']} GPUs)" for trial in trials]
+    bars.bar(names, [trial["request_mean_s"] for trial in trials], color="tab:blue")
+    bars.set_xlabel("targets + drafts")
+    bars.set_ylabel("mean time of a request, s")
+    bars.set_title("the same traffic, adaptive depth")
+    figure.savefig(path, dpi=150)

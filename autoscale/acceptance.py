@@ -4,15 +4,16 @@ from dataclasses import dataclass, field
 
 MAX_ALPHA = 0.995
 """No estimate is certain: at 1 every position would survive and no price could tell two depths apart."""
-CLASS_DECAY = 0.98
-"""Per tested token: the class remembers about 1 / (1 - 0.98) = 50 of them."""
-POSITION_DECAY = 0.995
-"""Per test of the position: about 200."""
+CLASS_DECAY = 0.95
+"""Per round with drafts: the class remembers about 20 of them. By token it would forget, in a batch of hundreds, all but the
+last round, whose chance alone then decides whether anybody speculates (36 changes per minute at the threshold, simulated)."""
+POSITION_DECAY = 0.99
+"""Per round with drafts: about 100."""
 REQUEST_DECAY = 0.95
 """A request's own text changes (prose, then code): about 20 tokens."""
 SHRINK_TOKENS = 8.0
 """m: the class prior weighs as much as this many tested tokens of the request."""
-SHRINK_TESTS = 20.0
+SHRINK_TESTS = 10.0
 """The class's mean weighs as much as this many tests of one position."""
 START_TOKENS = 16.0
 """What the configured prior is worth before anything was measured, in tested tokens."""
@@ -26,10 +27,14 @@ class _Counts:
     accepted: float = 0.0
     tested: float = 0.0
 
-    def add(self, accepted: int, tested: int, decay: float) -> None:
-        kept = decay**tested
-        self.accepted = self.accepted * kept + accepted
-        self.tested = self.tested * kept + tested
+    def add(self, accepted: int, tested: int) -> None:
+        self.accepted += accepted
+        self.tested += tested
+
+    def decay(self, kept: float) -> "_Counts":
+        self.accepted *= kept
+        self.tested *= kept
+        return self
 
 
 @dataclass(slots=True)
@@ -81,6 +86,8 @@ class AcceptanceEstimator:
 
     def __init__(self, prior_alpha: float = 0.7):
         self._class = _Counts(prior_alpha * START_TOKENS, START_TOKENS)
+        self._has_observed = False
+        """In this round."""
         self._requests: dict[str, _Counts] = {}
         self._positions: list[_Counts] = []
         self._tilts: list[float] = []
@@ -100,14 +107,22 @@ class AcceptanceEstimator:
         for position, predicted in enumerate(self.survival(request_id, drafted)):
             self.calibration.add(predicted, position < accepted)
         tested = min(accepted + 1, drafted)
-        self._class.add(accepted, tested, CLASS_DECAY)
-        self._requests.setdefault(request_id, _Counts()).add(accepted, tested, REQUEST_DECAY)
+        self._has_observed = True
+        self._class.add(accepted, tested)
+        self._requests.setdefault(request_id, _Counts()).decay(REQUEST_DECAY**tested).add(accepted, tested)
         while len(self._positions) < tested:
             self._positions.append(_Counts())
         for position, counts in enumerate(self._positions[:tested]):
-            counts.accepted = POSITION_DECAY * counts.accepted + (position < accepted)
-            counts.tested = POSITION_DECAY * counts.tested + 1
+            counts.add(int(position < accepted), 1)
         self._tilts = []
+
+    def end_round(self) -> None:
+        """What the class has learned grows older by a round, if it learned anything in this one."""
+        if self._has_observed:
+            self._has_observed = False
+            self._class.decay(CLASS_DECAY)
+            for counts in self._positions:
+                counts.decay(POSITION_DECAY)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that ended; the class keeps what it learned from it."""

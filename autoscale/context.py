@@ -12,8 +12,11 @@ import msgspec
 
 DECAY = 0.98
 """Per round: about 50 of them are remembered."""
-LEAST_SPREAD = 0.05
-"""While contexts differ by less than this, relative to their mean, kappa and f cannot be told apart: kappa stays."""
+PRIOR_SHARE = 0.01
+"""What f = 1 is worth, as a share of the rounds: while contexts and numbers of tokens hardly vary, f and kappa cannot be told
+apart, and then the profile, which was measured on this very device, is believed."""
+MOST_PER_TOKEN = 3e-4
+"""kappa is at most this share of a step of one token: a KV token is so many times smaller than the weights, or smaller."""
 LEAST_ROUNDS = 10.0
 STEP = 0.1
 """Share of the way that kappa moves towards its new estimate in a round."""
@@ -34,8 +37,10 @@ class ContextFit(msgspec.Struct, frozen=True):
     per_request: float = 0.0
     """Mean KV tokens of a decoding request."""
 
-    def learned(self, num_context_tokens: int, num_requests: int, verify_time_s: float, profile_s: float) -> "ContextFit":
-        """Take in a round. ``profile_s``: T0 of its tokens. What is not finite and positive teaches nothing."""
+    def learned(
+        self, num_context_tokens: int, num_requests: int, verify_time_s: float, profile_s: float, step_s: float
+    ) -> "ContextFit":
+        """Take in a round. ``profile_s``: T0 of its tokens, ``step_s``: of one. Times that are no times teach nothing."""
         numbers = (verify_time_s, profile_s)
         if num_requests <= 0 or not all(math.isfinite(number) and number > 0 for number in numbers):
             return self
@@ -50,18 +55,20 @@ class ContextFit(msgspec.Struct, frozen=True):
             context_time=DECAY * self.context_time + context * verify_time_s,
             per_request=mine if not self.rounds else self.per_request + (1 - DECAY) * (mine - self.per_request),
         )
-        return msgspec.structs.replace(fit, seconds_per_token=fit._estimate())
+        return msgspec.structs.replace(fit, seconds_per_token=fit._estimate(step_s))
 
     @property
     def per_request_s(self) -> float:
         """Seconds that a request of mean context adds to a step."""
         return self.seconds_per_token * self.per_request
 
-    def _estimate(self) -> float:
-        """The normal equations' kappa, where their determinant says that there is one."""
-        whole = self.profile_squared * self.context_squared
-        determinant = whole - self.profile_context**2
-        if self.rounds < LEAST_ROUNDS or determinant <= LEAST_SPREAD**2 * whole:
+    def _estimate(self, step_s: float) -> float:
+        """The normal equations' kappa, with a ridge that holds f at 1."""
+        if self.rounds < LEAST_ROUNDS or not self.context_squared:
             return self.seconds_per_token
-        kappa = (self.profile_squared * self.context_time - self.profile_context * self.profile_time) / determinant
-        return max(self.seconds_per_token + STEP * (kappa - self.seconds_per_token), 0.0)
+        ridge = PRIOR_SHARE * self.profile_squared
+        squared, time = self.profile_squared + ridge, self.profile_time + ridge
+        determinant = squared * self.context_squared - self.profile_context**2
+        kappa = (squared * self.context_time - self.profile_context * time) / determinant
+        kappa = self.seconds_per_token + STEP * (kappa - self.seconds_per_token)
+        return min(max(kappa, 0.0), MOST_PER_TOKEN * step_s)

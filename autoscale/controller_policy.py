@@ -24,6 +24,8 @@ from autoscale.signals import (
     update_arrival_rate,
 )
 
+PRICES_EVERY_S = 0.5
+"""Prices are made anew this often, and when a lane joins or leaves: it takes 20 ms, and every report asks for them."""
 _NUMBERS = (
     "num_arrivals",
     "num_running",
@@ -58,6 +60,8 @@ class ControllerPolicy:
         self._lanes: dict[str, _Lane] = {}
         self._now_s = -math.inf
         self._prices: tuple[tuple[PriceRow, ...], tuple[PriceRow, ...]] = ((), ())
+        self._priced_s = -math.inf
+        self._priced_lanes: frozenset[str] = frozenset()
         self._version = 0
         self._anomalies: Counter[str] = Counter()
 
@@ -98,12 +102,9 @@ class ControllerPolicy:
     def table(self, now_s: float) -> DepthTable:
         """What to publish now. Without a measured lane it has no rows, and every lane goes by its own measurements."""
         state = self.state(now_s)
-        cost = self._cost()
-        prices = () if cost.target.is_default else price_table(state.acceptance, cost, self._max_depth)
-        overlapped = self._overlapped_prices(state.acceptance, cost) if prices else ()
-        if (prices, overlapped) != self._prices:
-            self._prices = (prices, overlapped)
-            self._version += 1
+        if self._lanes.keys() != self._priced_lanes or not 0 <= self._now_s - self._priced_s < PRICES_EVERY_S:
+            self._price(state.acceptance)
+        prices, overlapped = self._prices
         return DepthTable(
             prices=prices,
             overlapped_prices=overlapped,
@@ -111,6 +112,15 @@ class ControllerPolicy:
             reason=_reason(state, overlapped if self._mostly_overlapped() else prices),
             version=self._version,
         )
+
+    def _price(self, acceptance: float) -> None:
+        cost = self._cost()
+        prices = () if cost.target.is_default else price_table(acceptance, cost, self._max_depth)
+        overlapped = self._overlapped_prices(acceptance, cost) if prices else ()
+        self._priced_s, self._priced_lanes = self._now_s, frozenset(self._lanes)
+        if (prices, overlapped) != self._prices:
+            self._prices = (prices, overlapped)
+            self._version += 1
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """The decision and what it rests on, for people and metrics. Batches are per lane."""

@@ -11,9 +11,14 @@ import msgspec
 
 from autoscale.signals import StepTimes
 
-FACTOR_RANGE = (0.25, 4.0)
+STEP_RANGE = (0.25, 4.0)
+FACTOR_RANGE = (1 / 64, 64.0)
+"""A draft that extends 20 outcomes of 16,000 tokens each takes a dozen times as long as its profile over short contexts."""
 FACTOR_WEIGHT = 0.05
 """Weight of one step in the correction: a single hiccup moves it by at most 15 %."""
+DRAFT_WEIGHT = 0.2
+"""The same for a draft: its profile says less (rows with contexts of their own, other lanes), and while it is wrong the target
+waits in every round."""
 RELAX_WEIGHT = 0.002
 """What was learned is halved in about 350 rounds without a measurement."""
 DEFAULT_SECONDS_PER_TOKEN = 1e-3
@@ -73,13 +78,14 @@ class StepCost(msgspec.Struct, frozen=True):
         """dT/dn, seconds that one more token adds to a forward of ``num_tokens``."""
         return self.factor * self._slope_to(bisect_right(self.tokens, num_tokens))
 
-    def corrected(self, measured_s: float, predicted_s: float) -> "StepCost":
+    def corrected(self, measured_s: float, predicted_s: float, weight: float = FACTOR_WEIGHT) -> "StepCost":
         """This cost with its factor moved towards ``measured_s / predicted_s``; ``predicted_s`` came from this cost.
 
-        The factor is an exponentially weighted average of measured over profiled time, each clipped to `FACTOR_RANGE`.
+        The factor moves by ``weight`` of what is missing, which is clipped to `STEP_RANGE`: to an exponentially weighted
+        average of measured over profiled time.
         Times that are not finite and positive change nothing.
         """
-        return msgspec.structs.replace(self, factor=corrected_factor(self.factor, measured_s, predicted_s))
+        return msgspec.structs.replace(self, factor=corrected_factor(self.factor, measured_s, predicted_s, weight))
 
     def relaxed(self) -> "StepCost":
         """This cost with its factor moved back towards 1, by `RELAX_WEIGHT`: for a round that could not measure it."""
@@ -175,7 +181,7 @@ class OverlapCost(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self,
             target_slowdown=corrected_factor(self.target_slowdown, *verify),
-            draft_slowdown=corrected_factor(self.draft_slowdown, *prepare),
+            draft_slowdown=corrected_factor(self.draft_slowdown, *prepare, weight=DRAFT_WEIGHT),
         )
 
     def relaxed(self) -> "OverlapCost":
@@ -195,17 +201,17 @@ class OverlapCost(msgspec.Struct, frozen=True):
         )
 
 
-def corrected_factor(factor: float, measured_s: float, predicted_s: float) -> float:
+def corrected_factor(factor: float, measured_s: float, predicted_s: float, weight: float = FACTOR_WEIGHT) -> float:
     """``factor`` moved towards what would have predicted the measurement; ``predicted_s`` was made with ``factor``."""
     if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and measured_s > 0 and predicted_s > 0):
         return factor
-    ratio = min(max(factor * measured_s / predicted_s, FACTOR_RANGE[0]), FACTOR_RANGE[1])
-    return factor + FACTOR_WEIGHT * (ratio - factor)
+    ratio = min(max(measured_s / predicted_s, STEP_RANGE[0]), STEP_RANGE[1])
+    return min(max(factor * (1 + weight * (ratio - 1)), FACTOR_RANGE[0]), FACTOR_RANGE[1])
 
 
 def relaxed_factor(factor: float) -> float:
-    """``factor`` moved back towards 1 by `RELAX_WEIGHT`."""
-    return factor + RELAX_WEIGHT * (1 - factor)
+    """``factor`` moved back towards 1: its logarithm falls by `RELAX_WEIGHT`."""
+    return float(factor ** (1 - RELAX_WEIGHT))
 
 
 def _rounded_factor(factor: float) -> float:

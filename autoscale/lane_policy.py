@@ -8,7 +8,7 @@ import msgspec
 from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
 from autoscale.allocation import allocate
 from autoscale.context import ContextFit
-from autoscale.cost_model import OverlapCost, RoundCost, StepCost
+from autoscale.cost_model import DRAFT_WEIGHT, OverlapCost, RoundCost, StepCost
 from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
 from autoscale.overlap import Overlap, ask_gains, best_overlap, worth_waiting_s
@@ -32,6 +32,8 @@ MODEL_ROUNDS = 8
 """Rounds for which the model of overlapped rounds keeps what it was given: searching it takes 2 ms of Python."""
 OVERLAP_MARGIN = 1.05
 """Overlap that was left must promise this much more than sequential rounds to be taken up again."""
+GREAT_OVERLAP_MARGIN = 1.3
+"""And this much more to be taken up soon, if it was left soon the last time."""
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -280,6 +282,7 @@ class LanePolicy:
         Rounds with prefill do not correct the target's cost: their time depends on more than the number of tokens.
         """
         self._fresh_table(now_s)
+        self._acceptance.end_round()
         self._round += 1
         self._plan_is_current = False
         alone = self._cost.alone
@@ -431,8 +434,9 @@ class LanePolicy:
         if self._fan_out is not None:
             return True
         if candidate.depth > 0 or sequential > candidate.throughput:
-            pays, pays_clearly = (candidate.throughput > factor * sequential for factor in (1.0, OVERLAP_MARGIN))
-            _, self._overlap_memory = self._gate.step_by(pays, pays_clearly, self._overlap_memory, now_s)
+            factors = (1.0, OVERLAP_MARGIN, GREAT_OVERLAP_MARGIN)
+            pays, clearly, greatly = (candidate.throughput > factor * sequential for factor in factors)
+            _, self._overlap_memory = self._gate.step_by(pays, clearly, greatly, self._overlap_memory, now_s)
         return self._overlap_memory.is_open
 
     def _deepest(self, plan: _Plan) -> int:
@@ -467,7 +471,11 @@ class LanePolicy:
         """Learn both parts of the step's time: what depends on its tokens, and what reading the contexts adds."""
         explained_s = target.time(report.num_target_tokens)
         self._context = self._context.learned(
-            report.num_context_tokens, report.batch_size, report.verify_time_s, explained_s / target.factor
+            report.num_context_tokens,
+            report.batch_size,
+            report.verify_time_s,
+            explained_s / target.factor,
+            target.time(1) / target.factor,
         )
         context_s = self._context.seconds_per_token * report.num_context_tokens
         return target.corrected(report.verify_time_s - context_s, explained_s)
@@ -483,7 +491,7 @@ class LanePolicy:
         rows = sum(depth > 0 for depth in report.depths)
         if rows == 0 or not self._drafted <= self._drafted_before:
             return draft
-        return draft.corrected(report.draft_time_s, max(report.depths) * draft.time(rows))
+        return draft.corrected(report.draft_time_s, max(report.depths) * draft.time(rows), DRAFT_WEIGHT)
 
     def _reason(self, plan: _Plan, depth: int) -> str:
         alone = self._cost.alone

@@ -13,6 +13,9 @@ from engine.types import StepReport
 REAL_WAIT = 0.05
 """Shorter waits for what was prepared, as a share of the verify, are only the time to look for it."""
 
+LATE = 1.5
+"""What a late answer is taken to have needed, in terms of the time after which nobody waited for it any more."""
+
 
 class _Prepared(msgspec.Struct, frozen=True):
     """What was asked for on behalf of one request: its fan-out, and the acceptance of the draft that was being verified."""
@@ -77,12 +80,16 @@ class OverlapLearner:
         return report.verify_time_s, cost.verify_time(report.batch_size, report.num_target_tokens)
 
     def _prepare(self, report: StepReport, cost: OverlapCost) -> tuple[float, float]:
-        if not self._was_only_prepared(report):
+        """One that came late took longer than the verify and the wait: less is never believed of it."""
+        if not self._before or report.num_asked > 0:
             return 0.0, 0.0
         num_rows = sum(sum(prepared.fan_out) for prepared in self._before.values())
         num_tokens = sum(len(prepared.fan_out) for prepared in self._before.values())
         depth = max(prepared.depth for prepared in self._before.values())
-        return report.draft_time_s, cost.prepare_time(num_tokens, num_rows, depth) - cost.alone.hop_s
+        predicted_s = cost.prepare_time(num_tokens, num_rows, depth) - cost.alone.hop_s
+        if report.misses.get("late", 0) > 0:
+            return max(LATE * (self._verify_before_s + report.exposed_time_s), predicted_s), predicted_s
+        return report.draft_time_s, predicted_s
 
     def _hop(self, report: StepReport, hop_s: float) -> float:
         """What a wait had in it beside the draft's own time. A prepare that came in time bounds the hop from above."""

@@ -362,6 +362,8 @@ class _Simulation:
                 "acceptance": policy.acceptance,
                 "target_step_times": policy.target_step_times,
                 "draft_step_times": policy.draft_step_times,
+                "context_s": policy.context_s,
+                "calibration_error": policy.calibration.error or 0.0,
                 "overlap": policy.overlap_report,
             }
         return LaneReport(

@@ -10,7 +10,7 @@ from typing import Protocol
 from autoscale.hit_rate import MAX_FAN_OUT
 from engine.drafting import CATCH_UP_SYNC
 from engine.scheduler import DepthPolicy, FixedDepth
-from engine.types import StepReport
+from engine.types import DepthRequest, StepReport
 
 
 class Device(Protocol):
@@ -95,6 +95,8 @@ class _Round:
     is_exposed: bool = False
     """The draft prepares for longer than the target verifies."""
     num_verified: int = 0
+    num_context: int = 0
+    """Tokens in the KV cache before the round."""
     waited_s: float = 0.0
     """For drafts, hops included."""
     draft_s: float = 0.0
@@ -107,7 +109,7 @@ class _Kept:
     """What the policy said last, for rounds in which it is not asked: a `DepthPolicy` that learns nothing."""
 
     def __init__(self) -> None:
-        self.depths: dict[str, int] = {}
+        self.last_depths: dict[str, int] = {}
         self.usual_depth = 0
         """Of requests that have come since."""
         self.guesses: dict[int, tuple[int, ...]] = {}
@@ -115,8 +117,9 @@ class _Kept:
         self.asked = 0
         self.patience = math.inf
 
-    def depth(self, request_id: str, room: int, batch_size: int, now_s: float) -> int:
-        return max(min(self.depths.get(request_id, self.usual_depth), room), 0)
+    def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
+        last, usual = self.last_depths, self.usual_depth
+        return [max(min(last.get(request.request_id, usual), request.room), 0) for request in requests]
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         if draft_length in self.guesses or not self.guesses:
@@ -135,6 +138,10 @@ class _Kept:
     def finished(self, request_id: str) -> None: ...
 
     def report(self, report: StepReport, now_s: float) -> None: ...
+
+    def look_ahead(self, batch_size: int) -> None: ...
+
+    spares_first_tokens = False
 
 
 class Lane:
@@ -230,6 +237,7 @@ class Lane:
         current.num_verified = sum(1 + job.depth for job in current.decoding) + sum(chunk for _, chunk in reading)
         context = sum(job.context for job in self.running) + current.num_verified
         current.verify_s = self._pair.target.step_s(current.num_verified, context)
+        current.num_context = context - current.num_verified
         if self.overlaps and self.lanes_per_draft:
             self._prepare(current, now_s)
         return current.waited_s + current.verify_s
@@ -255,23 +263,25 @@ class Lane:
     def _choose_drafts(self, current: _Round, now_s: float) -> None:
         """As `engine.drafting.gather_drafts`: what was prepared is taken, for the rest the draft is asked, or not."""
         decoding = current.decoding
-        batch, depth_of = len(decoding), self._asking.depth
-        speculating = []
-        for job in decoding:
-            room = job.output_tokens - job.done - 1
-            job.depth = depth_of(job.id, room, batch, now_s)
-            job.next_depth = max(min(job.depth, room - 1), 0)
+        batch, speculating = len(decoding), []
+        asked = [DepthRequest(job.id, job.output_tokens - job.done - 1, job.done) for job in decoding]
+        depths = self._asking.depths(asked, batch, now_s) if asked else []
+        for job, depth, (_, room, _) in zip(decoding, depths, asked, strict=True):
+            job.depth = depth
+            job.next_depth = max(min(depth, room - 1), 0)
             if job.depth:
                 speculating.append(job)
             else:
                 job.ready, job.kind = 0, ""
         if self._asking is self.policy:
-            self._kept.depths = {job.id: job.depth for job in decoding}
+            self._kept.last_depths = {job.id: job.depth for job in decoding}
             self._kept.usual_depth = round(sum(job.depth for job in decoding) / batch) if batch else self._kept.usual_depth
         near = []
         for job in self._take_prepared(current, speculating, now_s):
             # A request behind takes a plain step while the draft reads on beside it.
-            if self.overlaps and job.context - job.known > CATCH_UP_SYNC:
+            if self._is_urgent(current):
+                job.depth = 0
+            elif self.overlaps and job.context - job.known > CATCH_UP_SYNC:
                 job.depth = 0
                 current.num_behind += 1
             else:
@@ -281,15 +291,19 @@ class Lane:
 
     def _take_prepared(self, current: _Round, speculating: list[Job], now_s: float) -> list[Job]:
         """Returns the requests for which nothing is there."""
-        current.draft_s, self._preparing_s = self._preparing_s, 0.0
+        if self._prepared_s <= now_s:
+            current.draft_s, self._preparing_s = self._preparing_s, 0.0
         expected = [job for job in speculating if job.kind]
         late_s = self._prepared_s - now_s
         is_late = False
         if expected and late_s > 0:
             patience_s = self._asking.patience_s(len(current.decoding), len(expected), now_s)
             self._kept.patience = patience_s
+            patience_s = 0.0 if self._is_urgent(current) else patience_s
             is_late = late_s > patience_s
             current.waited_s = min(late_s, patience_s)
+            if not is_late:
+                current.draft_s, self._preparing_s = self._preparing_s, 0.0
         missed = []
         for job in speculating:
             if job.kind and is_late:
@@ -303,10 +317,16 @@ class Lane:
             job.ready, job.kind = 0, ""
         return missed
 
+    def _is_urgent(self, current: _Round) -> bool:
+        """Some prompt comes to its end, and the policy lets its first token wait for no draft."""
+        return self.policy.spares_first_tokens and any(job.unread == chunk for job, chunk in current.reading)
+
     def _ask(self, current: _Round, near: list[Job], now_s: float) -> None:
         deepest = self._kept.asked = self._asking.asked_depth(
             [(job.id, job.depth) for job in near], len(current.decoding), now_s
         )
+        if self._is_busy(current, now_s):
+            deepest = 0
         for job in near:
             job.depth = min(job.depth, deepest)
         if deepest <= 0:
@@ -318,10 +338,12 @@ class Lane:
             seconds += self._forward_s(len(rows), sum(rows))
         for job in near:
             job.known = job.context
-        # A draft that is still preparing answers after that.
-        busy_s = max(self._prepared_s - now_s - current.waited_s, 0.0)
         current.draft_s += seconds
-        current.waited_s += busy_s + seconds + 2 * self._pair.hop_s
+        current.waited_s += seconds + 2 * self._pair.hop_s
+
+    def _is_busy(self, current: _Round, now_s: float) -> bool:
+        """Whether the draft still owes an answer: then it is asked for nothing (`deployments.draft_pool`)."""
+        return self._prepared_s > now_s + current.waited_s
 
     def _forward_s(self, num_rows: float, context: float) -> float:
         """A step of the draft, which other lanes share."""
@@ -330,6 +352,8 @@ class Lane:
 
     def _prepare(self, current: _Round, now_s: float) -> None:
         """Beside the verify the draft reads what is verified and extends the outcomes that are guessed."""
+        if self._is_busy(current, now_s):
+            return
         batch, first, rows, context, deepest = len(current.decoding), 0, 0, 0, 0
         for job in current.decoding:
             job.guesses = self._asking.fan_out(job.id, job.depth, batch, now_s) if job.next_depth else ()
@@ -440,6 +464,7 @@ class Lane:
             num_committed=committed,
             num_drafted=drafted,
             num_accepted=accepted,
+            num_context_tokens=current.num_context,
             depths=tuple(job.depth for job in current.decoding),
             verify_time_s=current.verify_s,
             draft_time_s=current.draft_s,

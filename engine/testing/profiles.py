@@ -1,8 +1,9 @@
 """Devices that are not here: how long their steps take, and how well an emulated draft foresees its emulated target.
 
-A profile is a pair: a target and a draft, each on GPUs of its own. The times are *rooflines*, not measurements: the larger of
-reading weights and KV cache at 85 % of the memory's bandwidth and of computing at 65 % of the dense bf16 peak. Communication
-between GPUs, kernel launches and attention's own arithmetic are left out, so real devices are slower, the draft more so.
+A profile is a pair: a target and a draft, each on GPUs of its own. The times are *rooflines*, not measurements. Matrix products
+take the larger of reading the weights at 85 % of the memory's bandwidth and of computing at 65 % of the dense bf16 peak;
+attention, whose kernels run in between and hardly compute, adds reading the KV cache. Communication between GPUs, kernel
+launches and attention's own arithmetic are left out, so real devices are slower, the draft more so.
 """
 
 import contextlib
@@ -85,11 +86,11 @@ class Roofline:
         return int(free / self.size.kv_bytes)
 
     def step_s(self, num_tokens: int, context_tokens: int) -> float:
-        """As `Timed.step_s`: max(bytes / bandwidth, 2 · parameters · tokens / FLOPS)."""
-        read = self.size.parameters * BYTES_PER_PARAMETER + context_tokens * self.size.kv_bytes
-        memory_s = read / (self.num_gpus * self.gpu.tb_per_s * 1e12 * BANDWIDTH_SHARE)
+        """As `Timed.step_s`: max(weights / bandwidth, 2 · parameters · tokens / FLOPS) + KV / bandwidth."""
+        bytes_per_s = self.num_gpus * self.gpu.tb_per_s * 1e12 * BANDWIDTH_SHARE
+        weights_s = self.size.parameters * BYTES_PER_PARAMETER / bytes_per_s
         compute_s = 2 * self.size.parameters * num_tokens / (self.num_gpus * self.gpu.tflops * 1e12 * FLOPS_SHARE)
-        return max(memory_s, compute_s)
+        return max(weights_s, compute_s) + context_tokens * self.size.kv_bytes / bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,10 @@ def test_the_version_changes_with_the_prices_only():
     first = policy.table(0.0).version
     assert policy.table(1.0).version == first
     policy.ingest(_lane(now_s=1.0, acceptance=0.5), 1.0)
-    assert policy.table(1.0).version == first + 1
+    assert policy.table(1.0).version == first, "prices are made anew twice per second"
+    assert policy.table(1.5).version == first + 1
+    policy.ingest(_lane("another", now_s=1.5, acceptance=0.9), 1.5)
+    assert policy.table(1.5).version == first + 2, "a lane that joins is reckoned with at once"
 
 
 def test_the_reason_is_one_sentence_with_the_numbers():

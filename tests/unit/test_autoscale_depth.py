@@ -1,4 +1,5 @@
 import math
+import random
 from itertools import pairwise
 
 import pytest
@@ -106,3 +107,35 @@ def test_without_a_time_the_gate_closes_but_does_not_open():
     gate = DwellGate(DWELL_S)
     assert not gate.step(0.9, 0.8, GateMemory(True, 5.0), math.nan)[0]
     assert not gate.step(0.1, 0.8, GateMemory(False, 5.0), math.nan)[0]
+
+
+def _changes_at(gate, seconds, *, price_of):
+    """Changes of a gate that is asked 20 times per second."""
+    memory, changes = GateMemory(), []
+    for tick in range(20 * seconds):
+        before = memory.is_open
+        _, memory = gate.step(price_of(tick), 0.7, memory, tick / 20)
+        if memory.is_open != before:
+            changes.append(tick / 20)
+    return changes
+
+
+def test_a_load_on_the_threshold_changes_little():
+    """Bug guarded: at the load where speculation just stops paying the depth goes to 0 and back every dwell."""
+    noise = random.Random(2)
+    changes = _changes_at(DwellGate(DWELL_S), 600, price_of=lambda tick: noise.uniform(0.5, 0.75))
+    assert len([change for change in changes if change >= 60]) <= 2 * 9 + 2
+    patient = _changes_at(DwellGate(DWELL_S), 600, price_of=lambda tick: noise.uniform(0.2, 0.75))
+    assert len(patient) > 300, "the control: what pays greatly is not waited for"
+
+
+def test_a_load_that_has_gone_is_not_waited_for():
+    """Bug guarded: after some minutes on the threshold a lane stays without speculation for a minute although it is idle."""
+    noise = random.Random(3)
+    gate, memory = DwellGate(DWELL_S), GateMemory()
+    for tick in range(20 * 300):
+        _, memory = gate.step(noise.uniform(0.5, 0.75), 0.7, memory, tick / 20)
+    _, memory = gate.step(0.9, 0.7, memory, 300.0)
+    assert memory.patience > 10
+    assert not gate.step(0.1, 0.7, memory, 300.0 + 0.5 * DWELL_S)[0] or memory.changed_at_s < 300.0
+    assert gate.step(0.1, 0.7, memory, 300.0 + 1.1 * DWELL_S)[0]

@@ -139,7 +139,7 @@ class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
     num_lane_changes: int = 0
     num_draft_changes: int = 0
     num_bad_signals: int = 0
-    """Signals that were not finite or negative, or came from no lane: the decision stayed as it was."""
+    """Signals that were not finite or negative: the decision stayed as it was."""
     num_clock_jumps: int = 0
 
 
@@ -160,13 +160,15 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
     ) -> tuple[ReplicaDecision | None, ReplicaMemory]:
         """Decide; None while it is not known yet what is there (then everything stays as it is).
 
-        Bad signals or times change nothing and are counted in the memory.
+        While no lane reports the decision stays. So it does with bad signals or times, which are counted in the memory.
         """
         if not math.isfinite(now_s):
             return memory.decision, _counted(memory, clock=1)
         memory = _at(memory, now_s)
-        if not _is_usable(signals):
+        if not _are_sound(signals):
             return memory.decision, _counted(memory, signals=1)
+        if signals.num_lanes == 0:
+            return memory.decision, memory
         if memory.decision is None and not self._has_settled(memory):
             since_s = now_s if memory.settling_since_s is None else memory.settling_since_s
             return None, msgspec.structs.replace(memory, settling_since_s=since_s)
@@ -210,22 +212,21 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
         limits = self.limits
         lanes = memory.lanes or Scale(self._bounded_lanes(_taking(signals)))
         drafts = memory.drafts or Scale(self._bounded_drafts(signals.num_drafts))
-        lane_bounds = [self._bounded_lanes(count) for count in self._lanes_needed(signals)]
-        draft_bounds = [self._bounded_drafts(count) for count in self._drafts_needed(signals)]
+        more, enough = (self._bounded_lanes(count) for count in self._lanes_needed(signals))
+        more_drafts, enough_drafts = (self._bounded_drafts(count) for count in self._drafts_needed(signals))
         return (
-            lanes.step(*lane_bounds, limits.scale_up_s, limits.scale_down_s, memory.now_s),
-            drafts.step(*draft_bounds, 0.0, limits.idle_s, memory.now_s),
+            lanes.step(more, enough, limits.scale_up_s, limits.scale_down_s, memory.now_s),
+            drafts.step(more_drafts, enough_drafts, 0.0, limits.idle_s, memory.now_s),
         )
 
     def _lanes_needed(self, signals: ReplicaSignals) -> tuple[int, int]:
         """(to ask for, to keep)."""
         requests, full = _requests(signals), self.lane_capacity(signals)
         kept = (1 - MARGIN) * full
-        least = max(_ceil(requests / full), 1)
-        most = max(_ceil(requests / kept), 1)
+        more, enough = _replicas(requests, full), _replicas(requests, kept)
         if not signals.cost.target.is_default:
-            most = max(most, _ceil(signals.token_rate / self._lane_rate(kept, signals, signals.num_drafts > 0)))
-        return least, most
+            enough = max(enough, _ceil(signals.token_rate / self._lane_rate(kept, signals, signals.num_drafts > 0)))
+        return more, enough
 
     def _drafts_needed(self, signals: ReplicaSignals) -> tuple[int, int]:
         """(to ask for, to keep)."""
@@ -233,7 +234,7 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
             return 0, 0
         draft = signals.cost.draft
         rows = math.inf if draft is None else _most_within(draft, SLOWDOWN * draft.time(1))
-        return _ceil(signals.clearly_wanted_rows / rows), _ceil(signals.wanted_rows / ((1 - MARGIN) * rows))
+        return _replicas(signals.clearly_wanted_rows, rows), _replicas(signals.wanted_rows, (1 - MARGIN) * rows)
 
     def _lane_rate(self, batch: float, signals: ReplicaSignals, with_drafts: bool) -> float:
         """Tokens per second of a lane of ``batch`` requests."""
@@ -336,9 +337,9 @@ def _counted(memory: ReplicaMemory, signals: int = 0, clock: int = 0) -> Replica
     )
 
 
-def _is_usable(signals: ReplicaSignals) -> bool:
+def _are_sound(signals: ReplicaSignals) -> bool:
     numbers = [getattr(signals, name) for name in signals.__struct_fields__ if name != "cost"]
-    return all(math.isfinite(number) and number >= 0 for number in numbers) and signals.num_lanes > 0
+    return all(math.isfinite(number) and number >= 0 for number in numbers)
 
 
 def _taking(signals: ReplicaSignals) -> int:
@@ -356,6 +357,11 @@ def _is_idle(signals: ReplicaSignals) -> bool:
 
 def _ceil(ratio: float) -> int:
     return math.ceil(ratio - 1e-9)
+
+
+def _replicas(load: float, each: float) -> int:
+    """For a load of which each takes so much; some load needs one even if that could take any."""
+    return max(_ceil(load / each), int(load > 0))
 
 
 def _most_within(cost: StepCost, longest_s: float) -> int:

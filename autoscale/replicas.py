@@ -7,8 +7,8 @@ requests *and* make the tokens that arrive, with a margin: in an open loop fewer
 a count alone would take the lane back at once.
 
 **Drafts.** Replicas = rows that the lanes want drafted / rows at which a draft's step takes `SLOWDOWN` times as long. When no
-lane wants any for ``idle_s``, the drafts go; they come back at once when some lane *clearly* wants them. The hold bounds how
-often: in t seconds at most ``2 (t / idle_s + 1)`` changes between none and some.
+lane wants any for ``idle_s``, the drafts go; they come back when some lane has *clearly* wanted them for ``dwell_s``. The
+holds bound how often: in t seconds at most ``2 (t / (idle_s + dwell_s) + 1)`` changes between none and some.
 
 **A fixed number of GPUs.** Where lanes and drafts do not both fit, the one of the two fits with the larger modelled throughput
 is taken. A replica is asked for only when the GPU that it needs is free: first the one that has it goes, then the other comes.
@@ -57,6 +57,8 @@ class ReplicaLimits(msgspec.Struct, frozen=True, kw_only=True):
     scale_down_s: float = 60.0
     idle_s: float = 300.0
     """For so long no lane must want drafts."""
+    dwell_s: float = 1.0
+    """For so long some lane must clearly want more of them: in a lane on the threshold, requests end and begin."""
     settle_s: float = 5.0
     """After the first signals nothing is decided: not all replicas may have reported yet."""
 
@@ -216,7 +218,7 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
         more_drafts, enough_drafts = (self._bounded_drafts(count) for count in self._drafts_needed(signals))
         return (
             lanes.step(more, enough, limits.scale_up_s, limits.scale_down_s, memory.now_s),
-            drafts.step(more_drafts, enough_drafts, 0.0, limits.idle_s, memory.now_s),
+            drafts.step(more_drafts, enough_drafts, limits.dwell_s, limits.idle_s, memory.now_s),
         )
 
     def _lanes_needed(self, signals: ReplicaSignals) -> tuple[int, int]:
@@ -315,7 +317,7 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
             return f"{rows}; a draft more when a lane has left its GPU"
         if goal.drafts < scale.wanted:
             return f"{rows}; {scale.wanted} are wanted, but lanes need the GPUs"
-        return rows + _soon(scale, 0.0, self.limits.idle_s, now_s)
+        return rows + _soon(scale, self.limits.dwell_s, self.limits.idle_s, now_s)
 
 
 def _at(memory: ReplicaMemory, now_s: float) -> ReplicaMemory:

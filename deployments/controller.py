@@ -160,6 +160,7 @@ def replica_limits(config: OutriderConfig) -> ReplicaLimits:
         scale_up_s=config.lanes.scale_up_s,
         scale_down_s=config.lanes.scale_down_s,
         idle_s=config.drafts.idle_s,
+        dwell_s=config.controller.dwell_s,
     )
 
 

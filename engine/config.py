@@ -172,7 +172,12 @@ class ControllerConfig(_Section):
         description="time per output token that no request should be slower than: one that is drafts deeper, at the cost of "
         "the others; default: all requests count alike",
     )
-    dwell_s: float = Field(1.0, ge=0, description="least time between raising the depth from 0 and the change before it")
+    dwell_s: float = Field(
+        1.0,
+        ge=0,
+        description="least time between raising the depth from 0 and the change before it, and for which drafts must be wanted "
+        "before one more starts",
+    )
     num_gpus: float | None = Field(
         None,
         gt=0,

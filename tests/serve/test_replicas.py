@@ -11,7 +11,8 @@ from helpers import wait_until
 
 EMULATED = "emulated:free?step_ms=20&c=0.1&knee=8&alpha=0.9"
 """A lane is full with 16 requests, where its step takes twice as long; from 8 on drafts do not pay."""
-FEW, MANY = 1, 40
+FEW, SOME, MANY = 1, 11, 24
+"""Requests at the same time: drafts pay; they do not, but one lane is enough; they fill more than one lane."""
 SEEDS = tuple(range(4))
 PROMPT = list(range(1000, 1016))
 LENGTH = 40
@@ -68,106 +69,84 @@ def body(app: App, seed: int, **more: Any) -> dict[str, Any]:
     return app.body(PROMPT, temperature=1, seed=seed, max_tokens=LENGTH, ignore_eos=True, **more)
 
 
-def texts(app: App) -> dict[int, str]:
+@pytest.fixture(scope="module")
+def app(deploy_app: Callable[..., App]) -> App:
+    """Two GPUs, one for the lane that always runs, one for whichever helps more."""
+    return deploy_app(
+        target={"model": EMULATED, "name": "emulated", "num_gpus": 1, "num_cpus": 0.1},
+        draft={"source": "model", "model": EMULATED},
+        lanes={"min": 1, "max": 2, "scale_up_s": 1, "scale_down_s": 1},
+        drafts={"min": 0, "max": 1, "num_gpus": 1, "num_cpus": 0.1, "idle_s": 2},
+        controller={"num_gpus": 2, "report_interval_s": 0.1},
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(app: App) -> dict[int, str]:
     """What every seed must give: the text without drafts, with nobody else there."""
-    return {seed: app.text(PROMPT, temperature=1, seed=seed, max_tokens=LENGTH, ignore_eos=True, **PLAIN) for seed in SEEDS}
-
-
-PLAIN: dict[str, Any] = {"speculation": {"max_depth": 0}}
+    plain = {"speculation": {"max_depth": 0}}
+    return {
+        seed: app.client.post("/v1/completions", json=body(app, seed, **plain)).json()["choices"][0]["text"] for seed in SEEDS
+    }
 
 
 @pytest.fixture
-def traffic() -> Iterator[Callable[[App], Traffic]]:
-    """Requests to an application, which end with the test."""
-    started: list[Traffic] = []
+def traffic(app: App, expected: dict[int, str]) -> Iterator[Traffic]:
+    """Requests from few to as many as the test likes, until it ends; then no answer may be missing or another than expected."""
+    requests = Traffic(app)
+    requests.use(FEW)
+    wait_for(app, lanes=1, drafts=1)
+    wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "drafts are accepted")
+    yield requests
+    requests.finish()
+    wrong = [(seed, text) for seed, text in requests.answers if text != expected[seed]]
+    assert not wrong, f"{len(wrong)} of {len(requests.answers)} answers, the first: {wrong[0]}"
+    assert len(requests.answers) > MANY
 
-    def start(app: App) -> Traffic:
-        started.append(Traffic(app))
-        return started[-1]
 
-    yield start
-    for one in started:
-        one.finish()
-
-
-def counts(state: dict[str, Any]) -> tuple[int, int]:
-    """Lanes and drafts that are there, those that leave included."""
-    return len(state["lane_details"]), len(state["draft_details"])
+def wait_for(app: App, lanes: int, drafts: int) -> dict[str, Any]:
+    """Until so many are there, those that leave included."""
+    return wait_until(
+        app.controller,
+        lambda state: (len(state["lane_details"]), len(state["draft_details"])) == (lanes, drafts),
+        DEADLINE_S,
+        f"{lanes} lanes and {drafts} drafts",
+    )
 
 
 def drafts_are_used(app: App) -> bool:
-    details = app.complete(PROMPT, temperature=1, seed=0, max_tokens=LENGTH, ignore_eos=True)["usage"]["completion_tokens_details"]
-    return bool(details["accepted_prediction_tokens"] > 0)
+    usage = app.client.post("/v1/completions", json=body(app, SEEDS[0])).json()["usage"]
+    return bool(usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0)
 
 
-def assert_nothing_lost(answers: list[tuple[int, str]], expected: dict[int, str]) -> None:
-    wrong = [(seed, text) for seed, text in answers if text != expected[seed]]
-    assert not wrong, f"{len(wrong)} of {len(answers)} answers, the first: {wrong[0]}"
-
-
-def deploy(deploy_app: Callable[..., App], num_gpus: int, **sections: dict[str, Any]) -> App:
-    model = {"model": EMULATED}
-    return deploy_app(
-        target={**model, "name": "emulated", "num_gpus": num_gpus, "num_cpus": 0.1},
-        draft={"source": "model", **model},
-        drafts={"min": 0, "max": 1, "num_gpus": num_gpus, "num_cpus": 0.1, **sections.pop("drafts")},
-        controller={"report_interval_s": 0.1, **sections.pop("controller", {})},
-        **sections,
+def test_drafts_go_where_they_do_not_pay_and_come_back(app: App, traffic: Traffic) -> None:
+    """Bug guarded: a draft that stays although no lane wants it, and one that does not return: nobody asks Serve for it."""
+    traffic.use(SOME)
+    wait_for(app, lanes=1, drafts=0)
+    wait_until(
+        lambda: app.controller()["replicas"]["decision"]["drafts_reason"],
+        lambda reason: "does not pay" in reason,
+        DEADLINE_S,
+        "the reason is told",
     )
+    metrics = app.client.get("/metrics").text.splitlines()
+    assert {"outrider_wanted_lanes 1.0", "outrider_wanted_drafts 0.0"} <= set(metrics)
+    traffic.use(FEW)
+    state = wait_for(app, lanes=1, drafts=1)
+    assert state["replicas"]["draft_cold_starts"] >= 2
+    wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "drafts are accepted again")
 
 
-def test_the_drafts_gpu_becomes_a_lane_under_load_and_a_draft_again(
-    deploy_app: Callable[..., App], traffic: Callable[[App], Traffic]
-) -> None:
-    """Bug guarded: a lane that waits for ever for the draft's GPU, requests that are lost with a lane that leaves, and a draft
-    that does not come back because nobody asks Serve for it."""
-    app = deploy(
-        deploy_app,
-        num_gpus=1,
-        lanes={"min": 1, "max": 2, "scale_up_s": 1, "scale_down_s": 1},
-        drafts={"idle_s": 1000},
-        controller={"num_gpus": 2},
-    )
-    expected = texts(app)
-    requests = traffic(app)
-    requests.use(FEW)
-    wait_until(app.controller, lambda state: counts(state) == (1, 1), DEADLINE_S, "one lane and one draft")
-    wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "drafts are accepted")
-    requests.use(MANY)
-    wait_until(app.controller, lambda state: counts(state) == (2, 0), DEADLINE_S, "two lanes and no draft")
+def test_the_drafts_gpu_becomes_a_lane_under_load_and_a_draft_again(app: App, traffic: Traffic) -> None:
+    """Bug guarded: a lane that waits for ever for the draft's GPU, and requests that are lost with a lane that leaves."""
+    traffic.use(MANY)
+    wait_for(app, lanes=2, drafts=0)
     wait_until(
         lambda: [lane["running"] for lane in app.controller()["lane_details"]],
         lambda running: len(running) == 2 and min(running) > 0,
         DEADLINE_S,
         "both lanes have requests",
     )
-    requests.use(FEW)
-    wait_until(app.controller, lambda state: counts(state) == (1, 1), DEADLINE_S, "one lane and one draft again")
+    traffic.use(FEW)
+    wait_for(app, lanes=1, drafts=1)
     wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "drafts are accepted again")
-    requests.finish()
-    assert len(requests.answers) > MANY
-    assert_nothing_lost(requests.answers, expected)
-
-
-def test_drafts_go_to_zero_and_come_back(deploy_app: Callable[..., App], traffic: Callable[[App], Traffic]) -> None:
-    """Bug guarded: a draft that nothing needs and that stays, one that an idle service wakes, and one that never returns."""
-    app = deploy(deploy_app, num_gpus=0, lanes={"min": 1, "max": 1}, drafts={"idle_s": 3})
-    wait_until(app.controller, lambda state: state["wanted_drafts"] == 0, DEADLINE_S, "the number of drafts is decided")
-    state = app.controller()
-    assert counts(state) == (1, 0)
-    assert state["replicas"]["draft_cold_starts"] == 0, "an idle service started a draft"
-    expected = texts(app)
-    requests = traffic(app)
-    requests.use(FEW)
-    wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "a draft came for the requests")
-    requests.use(MANY)
-    wait_until(app.controller, lambda state: counts(state) == (1, 0), DEADLINE_S, "no draft where drafts do not pay")
-    assert "does not pay" in app.controller()["replicas"]["decision"]["drafts_reason"]
-    requests.use(FEW)
-    wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "a draft came back")
-    requests.finish()
-    assert_nothing_lost(requests.answers, expected)
-    wait_until(app.controller, lambda state: counts(state) == (1, 0), DEADLINE_S, "no draft for an idle service")
-    metrics = app.client.get("/metrics").text.splitlines()
-    assert "outrider_wanted_lanes 1.0" in metrics
-    assert "outrider_wanted_drafts 0.0" in metrics

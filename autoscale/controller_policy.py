@@ -100,6 +100,7 @@ class ControllerPolicy:
             num_drafts=num_drafts,
             num_running=sum(report.num_running for report in reports),
             num_waiting=state.num_waiting,
+            most_running=max((report.num_running for report in reports), default=0),
             expected_requests=state.predicted_batch * state.num_lanes,
             token_rate=state.arrival_rate * mean_output_tokens,
             wanted_rows=sum(report.wanted_draft_rows for report in reports),

@@ -73,6 +73,8 @@ class ReplicaSignals(msgspec.Struct, frozen=True, kw_only=True):
     """That are there, leaving ones included."""
     num_running: float = 0.0
     num_waiting: float = 0.0
+    most_running: float = 0.0
+    """In one lane."""
     expected_requests: float = 0.0
     """That all lanes are about to hold, by Little's law."""
     token_rate: float = 0.0
@@ -171,9 +173,10 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
             return memory.decision, _counted(memory, signals=1)
         if signals.num_lanes == 0:
             return memory.decision, memory
-        if memory.decision is None and not self._has_settled(memory):
-            since_s = now_s if memory.settling_since_s is None else memory.settling_since_s
-            return None, msgspec.structs.replace(memory, settling_since_s=since_s)
+        if memory.settling_since_s is None:
+            memory = msgspec.structs.replace(memory, settling_since_s=now_s)
+        if memory.decision is None and now_s - (memory.settling_since_s or now_s) < self.limits.settle_s:
+            return None, memory
         lanes, drafts = self._scales(signals, memory)
         prefers_lanes = self._prefers_lanes(signals, lanes.wanted, drafts.wanted, memory.prefers_lanes)
         goal = self._fit(lanes.wanted, drafts.wanted, prefers_lanes)
@@ -203,12 +206,9 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
         longest_s = limits.latency_objective_s or SLOWDOWN * target.time(1)
         full = min(_most_within(target, longest_s), FULL_SHARE * limits.max_batch)
         if signals.num_waiting > WAITING_SHARE * signals.num_running:
-            full = min(full, signals.num_running / _taking(signals))
+            # Of the lane that runs most, not of the mean: a new lane has none yet, and would call for more new ones.
+            full = min(full, signals.most_running)
         return max(full, 1.0)
-
-    def _has_settled(self, memory: ReplicaMemory) -> bool:
-        since_s = memory.settling_since_s
-        return since_s is not None and memory.now_s - since_s >= self.limits.settle_s
 
     def _scales(self, signals: ReplicaSignals, memory: ReplicaMemory) -> tuple[Scale, Scale]:
         limits = self.limits
@@ -345,8 +345,8 @@ def _are_sound(signals: ReplicaSignals) -> bool:
 
 
 def _taking(signals: ReplicaSignals) -> int:
-    """Lanes that take requests; at least 1, so that it can be divided by."""
-    return max(signals.num_lanes - signals.num_leaving, 1)
+    """Lanes that take requests."""
+    return max(signals.num_lanes - signals.num_leaving, 0)
 
 
 def _requests(signals: ReplicaSignals) -> float:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("ray.serve")
@@ -60,10 +61,11 @@ def replica_options(least: int, most: int) -> dict[str, Any]:
 class ColdStart:
     """Asks Serve for the first replica of a deployment that has none, by a request that waits for it."""
 
-    def __init__(self, deployment: str, method: str):
-        """``method`` of the deployment takes no arguments and does nothing."""
+    def __init__(self, deployment: str, method: str, find: Callable[[], Any] | None = None):
+        """``method`` of the deployment takes no arguments and does nothing. ``find`` makes the handle (it may block)."""
         self._deployment = deployment
         self._method = method
+        self._find = find or self._handle
         self._waiting: asyncio.Task[None] | None = None
         self.num_starts = 0
 
@@ -80,7 +82,7 @@ class ColdStart:
 
     async def _wait(self) -> None:
         try:
-            handle = await asyncio.to_thread(self._handle)
+            handle = await asyncio.to_thread(self._find)
             response = getattr(handle, self._method).remote()
             try:
                 await response

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ FEW, SOME, MANY = 1, 11, 24
 SEEDS = tuple(range(4))
 PROMPT = list(range(1000, 1016))
 LENGTH = 40
+LONG, NUM_LONG = 400, 4
+PLAIN: dict[str, Any] = {"speculation": {"max_depth": 0}}
 DEADLINE_S = 60
 
 
@@ -84,9 +87,8 @@ def app(deploy_app: Callable[..., App]) -> App:
 @pytest.fixture(scope="module")
 def expected(app: App) -> dict[int, str]:
     """What every seed must give: the text without drafts, with nobody else there."""
-    plain = {"speculation": {"max_depth": 0}}
     return {
-        seed: app.client.post("/v1/completions", json=body(app, seed, **plain)).json()["choices"][0]["text"] for seed in SEEDS
+        seed: app.client.post("/v1/completions", json=body(app, seed, **PLAIN)).json()["choices"][0]["text"] for seed in SEEDS
     }
 
 
@@ -119,6 +121,14 @@ def drafts_are_used(app: App) -> bool:
     return bool(usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0)
 
 
+def long_answer(app: App) -> str:
+    """Outlasts the decision that a lane is one too many."""
+    response = app.client.post("/v1/completions", json={**body(app, SEEDS[0], **PLAIN), "max_tokens": LONG})
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == LONG
+    return str(response.json()["choices"][0]["text"])
+
+
 def test_drafts_go_where_they_do_not_pay_and_come_back(app: App, traffic: Traffic) -> None:
     """Bug guarded: a draft that stays although no lane wants it, and one that does not return: nobody asks Serve for it."""
     traffic.use(SOME)
@@ -147,6 +157,15 @@ def test_the_drafts_gpu_becomes_a_lane_under_load_and_a_draft_again(app: App, tr
         DEADLINE_S,
         "both lanes have requests",
     )
-    traffic.use(FEW)
+    with ThreadPoolExecutor(NUM_LONG) as pool:
+        answers = [pool.submit(long_answer, app) for _ in range(NUM_LONG)]
+        traffic.use(FEW)
+        wait_until(
+            app.controller,
+            lambda state: any(lane["leaving"] and lane["running"] > 0 for lane in state["lane_details"]),
+            DEADLINE_S,
+            "a lane leaves in the middle of answers",
+        )
+        assert {answer.result() for answer in answers} == {answers[0].result()}
     wait_for(app, lanes=1, drafts=1)
     wait_until(lambda: drafts_are_used(app), bool, DEADLINE_S, "drafts are accepted again")

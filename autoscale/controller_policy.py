@@ -12,6 +12,7 @@ from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
 from autoscale.overlap import overlap_price_table
 from autoscale.price import break_even_batch, price_at, price_table
+from autoscale.replicas import ReplicaSignals
 from autoscale.signals import (
     ArrivalRate,
     ClusterState,
@@ -36,6 +37,8 @@ _NUMBERS = (
     "mean_depth",
     "context_s",
     "calibration_error",
+    "wanted_draft_rows",
+    "clearly_wanted_draft_rows",
 )
 
 
@@ -63,6 +66,7 @@ class ControllerPolicy:
         self._priced_s = -math.inf
         self._priced_lanes: frozenset[str] = frozenset()
         self._version = 0
+        self._draft_times: StepTimes = ()
         self._anomalies: Counter[str] = Counter()
 
     def ingest(self, report: LaneReport, now_s: float) -> None:
@@ -79,7 +83,37 @@ class ControllerPolicy:
         if not math.isfinite(report.now_s) or (memory.at_s is not None and report.now_s < memory.at_s):
             self._anomalies["clock_jumps"] += 1
         arrivals = update_arrival_rate(memory, report.num_arrivals, report.now_s, self._half_life_s)
+        self._draft_times = report.draft_step_times or self._draft_times
         self._lanes[report.lane_id] = _Lane(report, self._now_s, arrivals)
+
+    def forget(self, lane_id: str) -> None:
+        """A lane has ended."""
+        self._lanes.pop(lane_id, None)
+
+    @property
+    def draft_step_times(self) -> StepTimes:
+        """The last that any lane knew, (rows, seconds): for lanes that have not met a draft; empty without any."""
+        return self._draft_times
+
+    def replica_signals(self, now_s: float, *, num_leaving: int, num_drafts: int) -> ReplicaSignals:
+        """What `autoscale.replicas` decides by; ``num_leaving`` lanes and ``num_drafts`` drafts are known to the caller."""
+        state = self.state(now_s)
+        reports = [lane.report for lane in self._lanes.values()]
+        mean_output_tokens = _mean([report.mean_output_tokens for report in reports if report.mean_output_tokens > 0])
+        return ReplicaSignals(
+            num_lanes=state.num_lanes,
+            num_leaving=num_leaving,
+            num_drafts=num_drafts,
+            num_running=sum(report.num_running for report in reports),
+            num_waiting=state.num_waiting,
+            most_running=max((report.num_running for report in reports), default=0),
+            expected_requests=state.predicted_batch * state.num_lanes,
+            token_rate=state.arrival_rate * mean_output_tokens,
+            wanted_rows=sum(report.wanted_draft_rows for report in reports),
+            clearly_wanted_rows=sum(report.clearly_wanted_draft_rows for report in reports),
+            acceptance=state.acceptance,
+            cost=self._cost(),
+        )
 
     def state(self, now_s: float) -> ClusterState:
         """The live lanes together; lanes silent for ``lane_timeout_s`` are dropped first."""
@@ -195,7 +229,8 @@ class ControllerPolicy:
     def _cost(self) -> RoundCost:
         reports = [lane.report for lane in self._lanes.values()]
         cost = RoundCost.measured(
-            _pooled([report.target_step_times for report in reports]), _pooled([report.draft_step_times for report in reports])
+            _pooled([report.target_step_times for report in reports]),
+            _pooled([report.draft_step_times for report in reports]) or self._draft_times,
         )
         return msgspec.structs.replace(cost, context_s=_mean([r.context_s for r in reports], [r.num_running for r in reports]))
 

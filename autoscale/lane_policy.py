@@ -1,5 +1,6 @@
 """The depth of every request of one lane, round by round: what the scheduler asks and what it reports back."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ OVERLAP_MARGIN = 1.05
 """Overlap that was left must promise this much more than sequential rounds to be taken up again."""
 GREAT_OVERLAP_MARGIN = 1.3
 """And this much more to be taken up soon, if it was left soon the last time."""
+DEMAND_MARGIN = 1.05
+"""Drafts must promise this much more throughput than none to be wanted clearly."""
+FORGIVE_HALF_LIFE_S = 600.0
+"""Without drafts, what was learned of their acceptance says less and less of the next ones."""
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -141,6 +146,9 @@ class LanePolicy:
         """Round in which a request last had a draft."""
         self._drafted: set[str] = set()
         self._drafted_before: set[str] = set()
+        self._prior_alpha = prior_alpha
+        self._drafted_at_s: float | None = None
+        """When a round last had drafts."""
 
     @property
     def acceptance(self) -> float:
@@ -185,6 +193,27 @@ class LanePolicy:
             draft_slowdown=self._cost.draft_slowdown,
             hop_s=self._cost.alone.hop_s,
         )
+
+    def draft_demand(self, batch_size: int, could_overlap: bool, now_s: float) -> tuple[float, float]:
+        """Rows of a draft's step that are wanted, and that are clearly wanted (`LaneReport.wanted_draft_rows`).
+
+        Asked beside the rounds, also while there is no draft: the modelled throughput with the best depth is compared with
+        that of plain decoding, at the costs of the last draft. One that nobody has seen yet costs nothing. ``could_overlap``:
+        whether rounds would overlap if a draft were there. A fixed depth wants drafts always.
+        """
+        table = self._fresh_table(now_s)
+        batch = max(batch_size, table.predicted_batch if table else 0.0, 1.0)
+        if self._fixed_depth is not None:
+            rows = batch if self._fixed_depth > 0 else 0.0
+            return rows, rows
+        size, alpha, (_, cost, laws) = _two_digits(batch), self._hoped_alpha(now_s), self._inputs
+        plain, *deeper = (throughput(size, depth, alpha, cost.alone) for depth in self._depths)
+        gain, rows = max(deeper, default=0.0) / plain, batch
+        if could_overlap and self._fan_out != 0:
+            overlap = best_overlap(size, alpha, cost, laws, self._depths, self._fan_out)
+            if overlap.depth > 0 and overlap.throughput > gain * plain:
+                gain, rows = overlap.throughput / plain, batch * max(overlap.num_rows, 1.0)
+        return (rows if gain > 1 else 0.0), (rows if gain > DEMAND_MARGIN else 0.0)
 
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         """Draft tokens that each request gets in this round, 0..room, when ``batch_size`` requests decode."""
@@ -283,6 +312,8 @@ class LanePolicy:
         """
         self._fresh_table(now_s)
         self._acceptance.end_round()
+        if report.num_drafted > 0:
+            self._drafted_at_s = now_s
         self._round += 1
         self._plan_is_current = False
         alone = self._cost.alone
@@ -420,6 +451,14 @@ class LanePolicy:
 
     def _current_inputs(self) -> tuple[float, OverlapCost, HitLaws]:
         return _rounded_alpha(self._acceptance.prior), self._cost.rounded(), self._learner.laws.rounded()
+
+    def _hoped_alpha(self, now_s: float) -> float:
+        """The acceptance, and the longer there were no drafts to measure it, the more of what it was taken for at first."""
+        learned, at_s = self._acceptance.prior, self._drafted_at_s
+        if at_s is None or not math.isfinite(now_s):
+            return _rounded_alpha(learned)
+        weight = 2.0 ** (-max(now_s - at_s, 0.0) / FORGIVE_HALF_LIFE_S)
+        return _rounded_alpha(weight * learned + (1 - weight) * self._prior_alpha)
 
     def _overlap_now(self, batch_size: int, plan: _Plan, laws: HitLaws) -> Overlap | None:
         """The overlapped rounds of the batch that is there, not of the one that is expected: what waiting costs now."""

@@ -54,6 +54,11 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     calibration_error: float = 0.0
     """Mean distance of predicted from observed survival (`autoscale.acceptance.Calibration.error`); 0 before any draft."""
     overlap: OverlapReport = OverlapReport()
+    wanted_draft_rows: float = 0.0
+    """Rows of a draft's step that the lane would want now, also while no draft is there: what it knows of the costs is of the
+    last one. 0 where drafts would not raise its throughput; for an idle lane, those of one request."""
+    clearly_wanted_draft_rows: float = 0.0
+    """The same where they would raise it clearly, else 0."""
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,13 +14,14 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.serve_adapter import replica_options
 from deployments import metrics
 from deployments.api import ApiState, build_http_app
 from deployments.controller import Controller
 from deployments.draft import Draft
 from deployments.handle_calls import complete_call, load_served_model, stream_call
 from deployments.keys import KeyFile
-from deployments.lanes import StreamLanes, lanes_for_load
+from deployments.lanes import StreamLanes
 from deployments.memory import freeze_loaded
 from deployments.messages import Directory, LaneStatus
 from deployments.router import Router
@@ -33,6 +34,8 @@ SMALL_ACTOR_CPUS = 0.1
 """Api, router and controller mostly wait: they must fit beside the models on a machine with two cores."""
 LONGEST_STREAM_S = 600.0
 """A replica that is to stop may finish its streams for this long."""
+DRAIN_LOOP_S = 0.1
+"""Serve looks this often whether a replica that is to stop still has requests of Serve's own; lanes and drafts have none."""
 
 
 def build_app(args: OutriderConfig) -> serve.Application:
@@ -48,11 +51,12 @@ def build_app(args: OutriderConfig) -> serve.Application:
     controller = _bind(Controller, _small(max_ongoing_requests=1000, logging_config={"enable_access_log": False}), config)
     router = _bind(Router, _router_options(args), config, secret, controller)
     drafts = []
-    if draft_is_a_model(args) and args.drafts.replicas > 0 and args.speculation.max_depth > 0:
+    if draft_is_a_model(args) and args.drafts.max > 0 and args.speculation.max_depth > 0:
         options = {
-            "num_replicas": args.drafts.replicas,
             "max_ongoing_requests": 1000,
+            "graceful_shutdown_wait_loop_s": DRAIN_LOOP_S,
             "ray_actor_options": {"num_cpus": args.drafts.num_cpus, "num_gpus": args.drafts.num_gpus},
+            **replica_options(args.drafts.min, args.drafts.max),
         }
         drafts.append(_bind(Draft, options, config, secret, tokenizer.fingerprint, controller))
     api_options = _small(
@@ -75,21 +79,13 @@ def _router_options(config: OutriderConfig) -> dict[str, Any]:
     target = {"CPU": config.target.num_cpus}
     if config.target.num_gpus:
         target["GPU"] = config.target.num_gpus
-    options = _small(
+    return _small(
         graceful_shutdown_timeout_s=LONGEST_STREAM_S,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOP_S,
         placement_group_bundles=[{"CPU": SMALL_ACTOR_CPUS}, target],
         placement_group_strategy="PACK",
+        **replica_options(config.lanes.min, config.lanes.max),
     )
-    if config.lanes.max > config.lanes.min:
-        options["autoscaling_config"] = {
-            "min_replicas": config.lanes.min,
-            "max_replicas": config.lanes.max,
-            "target_ongoing_requests": config.lanes.max_batch / 2,
-            "policy": {"policy_function": lanes_for_load},
-        }
-    else:
-        options["num_replicas"] = config.lanes.min
-    return options
 
 
 def _open_keys(config: ApiConfig) -> KeyFile | None:
@@ -155,7 +151,10 @@ class Api:
         snapshot, statuses = await asyncio.gather(self._snapshot(), self._lane_statuses())
         lanes = snapshot["lane_details"]
         ready = any(not lane["leaving"] for lane in lanes)
-        wants_draft = self._config.draft.source != "none" and self._config.speculation.max_depth > 0
+        # Where the number of drafts follows the load, none may be what is wanted.
+        wants_draft = (
+            self._config.draft.source != "none" and self._config.speculation.max_depth > 0 and snapshot["wanted_drafts"] != 0
+        )
         degraded = [f"lane {lane['lane_id']}: {lane['draft_state']}" for lane in lanes if lane["draft_state"] != "ok"]
         return {
             "ready": ready,

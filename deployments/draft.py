@@ -12,6 +12,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.serve_adapter import WANTED_REPLICAS
 from deployments.memory import freeze_loaded
 from deployments.merged_draft import MergedDraft
 from deployments.messages import DraftReport
@@ -20,6 +21,7 @@ from engine.config import parse_config
 from engine.types import PrepareReply, PrepareRequest, ProposeReply, ProposeRequest
 
 logger = logging.getLogger("ray.serve")
+LEAVE_NOTICE_S = 2.0
 
 
 class Draft:
@@ -49,6 +51,7 @@ class Draft:
             prepares=self._model.prepares,
             process_id=os.getpid(),
         )
+        self._wanted: int | None = None
         self._announcing = asyncio.create_task(self._announce())
         freeze_loaded()
 
@@ -58,17 +61,42 @@ class Draft:
             raise RuntimeError("the announcing task ended")
 
     async def process_id(self) -> int:
-        """Of this replica, for tests and for people."""
+        """Of this replica, for tests and for people; also what `ColdStart` waits for."""
         return os.getpid()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `autoscale.serve_adapter.replicas_as_decided`: nothing while the controller is silent."""
+        return {} if self._wanted is None else {WANTED_REPLICAS: self._wanted}
+
+    async def __del__(self) -> None:
+        if not hasattr(self, "_server"):
+            return
+        self._server.leaving = True
+        await self._tell(self._controller.report_draft, self._current_report())
+        await self._server.drain()
+        self._announcing.cancel()
+        await self._server.stop()
+        await self._tell(self._controller.forget_draft, self._report.draft_id)
+
+    async def _tell(self, method: Any, argument: Any) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_NOTICE_S):
+                await method.remote(argument)
+        except Exception as error:
+            logger.warning("the controller was not told that this draft leaves: %s", type(error).__name__)
 
     async def _announce(self) -> None:
         while True:
             try:
                 await self._merged.expire(self._server.callers)
-                await self._controller.report_draft.remote(msgspec.structs.replace(self._report, work=self._merged.work))
+                self._wanted = await self._controller.report_draft.remote(self._current_report())
             except Exception as error:
+                self._wanted = None
                 logger.warning("could not report to the controller: %s: %s", type(error).__name__, error)
             await asyncio.sleep(self._config.controller.report_interval_s)
+
+    def _current_report(self) -> DraftReport:
+        return msgspec.structs.replace(self._report, work=self._merged.work, leaving=self._server.leaving)
 
     async def _run(
         self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]

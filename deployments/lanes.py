@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 
@@ -24,8 +23,6 @@ RESUME_WAIT_S = 300.0
 """A request that lost its lane waits longer: the only lane may have to load its model again, and the work would be lost."""
 RETRY_S = 0.5
 """A lane that was lost is left alone for this long; a lane that is dead leaves the directory after some seconds."""
-OPEN_REQUESTS = "open_requests"
-"""What a lane tells Serve's autoscaler: requests running and waiting."""
 
 
 class LaneError(OutriderError):
@@ -182,14 +179,3 @@ def _continued(before: Delta, delta: Delta) -> Delta:
         num_accepted=before.num_accepted + delta.num_accepted,
         num_rounds=before.num_rounds + delta.num_rounds,
     )
-
-
-def lanes_for_load(context: Any) -> tuple[float, dict[str, Any]]:
-    """Ray Serve's own rule for the number of replicas, on requests that do not come through Serve.
-
-    ``context`` is Serve's `AutoscalingContext`; Serve applies bounds and delays to the answer.
-    """
-    per_lane = (context.aggregated_metrics or {}).get(OPEN_REQUESTS, {})
-    if not per_lane:
-        return context.target_num_replicas, {}
-    return sum(per_lane.values()) / context.config.get_target_ongoing_requests(), {}

@@ -73,8 +73,11 @@ def running(config: OutriderConfig, address: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cluster(config: OutriderConfig, address: str | None) -> Iterator[None]:
-    """Ray Serve listening on the configured port: on a cluster of its own, or on a running one."""
+def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None = None) -> Iterator[None]:
+    """Ray Serve listening on the configured port: on a cluster of its own, or on a running one.
+
+    ``num_gpus``: what Ray is to count on a cluster of its own, real or not; None counts those of the machine.
+    """
     _check_port_is_free(config.api.host, config.api.port)
     own = address is None
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
@@ -85,7 +88,13 @@ def cluster(config: OutriderConfig, address: str | None) -> Iterator[None]:
 
         with console.status("starting Ray"):
             dashboard = False if own else None
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=dashboard)
+            ray.init(
+                address=address,
+                num_gpus=num_gpus,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=dashboard,
+            )
         try:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             serve.start(http_options={"host": config.api.host, "port": config.api.port})

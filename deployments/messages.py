@@ -2,7 +2,7 @@
 
 import msgspec
 
-from autoscale.signals import DepthTable, LaneReport
+from autoscale.signals import DepthTable, LaneReport, StepTimes
 from engine.types import ModelInfo
 
 
@@ -38,6 +38,8 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its model can fork sequences, which preparing outcomes takes."""
     process_id: int = 0
     work: DraftWork = DraftWork()
+    leaving: bool = False
+    """The replica answers what it has been asked and takes no more."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -105,3 +107,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     table: DepthTable
     drafts: tuple[DraftReport, ...] = ()
     lanes: tuple[LaneEntry, ...] = ()
+    wanted_lanes: int | None = None
+    """The number of lanes that was decided, for Serve's autoscaler; None: nothing is decided yet."""
+    draft_step_times: StepTimes = ()
+    """Of the last draft that any lane knew, for lanes that have not met one."""

@@ -58,6 +58,16 @@ _GAUGES = {
         "break_even_batch",
         "Smallest batch per lane at which the depth is 0; absent when speculation always pays.",
     ),
+    "wanted_lanes": (
+        "wanted_lanes",
+        "Lanes that Serve is asked for: requests running, waiting or expected / requests that fill a lane, within lanes.min "
+        "and lanes.max, after lanes.scale_up_s or lanes.scale_down_s, and as far as GPUs are free.",
+    ),
+    "wanted_drafts": (
+        "wanted_drafts",
+        "Draft replicas that Serve is asked for: rows that the lanes want drafted / rows that fill a draft, within drafts.min "
+        "and drafts.max, 0 after drafts.idle_s without demand, and as far as GPUs are free.",
+    ),
 }
 
 

@@ -11,10 +11,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from autoscale.lane_policy import LanePolicy
+from autoscale.serve_adapter import WANTED_REPLICAS
 from autoscale.signals import LaneReport
 from deployments.counters import LaneCounters
 from deployments.draft_pool import DraftPool, shares_cores
-from deployments.lanes import OPEN_REQUESTS
 from deployments.memory import freeze_loaded
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget
@@ -78,6 +78,9 @@ class Router:
         self._address = await self._server.start(ray.util.get_node_ip_address())
         self._announced: StepTimes = ()
         self._drafts: tuple[DraftReport, ...] = ()
+        self._could_overlap = True
+        """As with the last draft that could be asked; hopeful before the first one."""
+        self._wanted: int | None = None
         self._tasks = [asyncio.create_task(self._driver.run()), asyncio.create_task(self._report_for_ever())]
         self._calibrations_due_s = _calibration_times()
         self._calibrations: list[asyncio.Task[None]] = []
@@ -132,8 +135,8 @@ class Router:
                 raise RuntimeError(f"a lane task ended: {task.exception() if not task.cancelled() else 'cancelled'}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `deployments.lanes.lanes_for_load`: Serve itself sees no requests, as they do not come through it."""
-        return {OPEN_REQUESTS: len(self._scheduler.running) + len(self._scheduler.waiting)}
+        """For `autoscale.serve_adapter.replicas_as_decided`: nothing while the controller is silent."""
+        return {} if self._wanted is None else {WANTED_REPLICAS: self._wanted}
 
     async def __del__(self) -> None:
         if hasattr(self, "_server"):
@@ -142,17 +145,21 @@ class Router:
             task.cancel()
         if hasattr(self, "_actor"):
             ray.kill(self._actor)
+        await self._tell(self._controller.forget_lane, self._lane_id)
 
     async def _leave(self) -> None:
         """Finish the streams that are open; Serve waits for as long as the deployment's options say."""
         self._server.leaving = True
-        try:
-            async with asyncio.timeout(LEAVE_NOTICE_S):
-                await self._controller.report_lane.remote(self._status())
-        except Exception as error:
-            logger.warning("the controller was not told that this lane leaves: %s", type(error).__name__)
+        await self._tell(self._controller.report_lane, self._status())
         await self._server.drain()
         await self._server.stop()
+
+    async def _tell(self, method: Any, argument: Any) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_NOTICE_S):
+                await method.remote(argument)
+        except Exception as error:
+            logger.warning("the controller was not told that this lane leaves: %s", type(error).__name__)
 
     def _round_done(self, report: StepReport) -> None:
         self._counters.round_done(report, time.monotonic())
@@ -162,8 +169,11 @@ class Router:
             try:
                 directory: Directory = await self._controller.report_lane.remote(self._status())
                 self._policy.update_table(directory.table)
-                self._drafts = directory.drafts
+                self._drafts, self._wanted = directory.drafts, directory.wanted_lanes
+                if not self._policy.draft_step_times:
+                    self._policy.update_draft_cost(directory.draft_step_times)
             except Exception as error:
+                self._wanted = None
                 logger.warning("the controller cannot be reached, going on with its last answer: %s", type(error).__name__)
             try:
                 await self._follow_drafts()
@@ -178,6 +188,8 @@ class Router:
         if lost:
             self._scheduler.forget_draft(lost)
         self._policy.overlaps = self._may_overlap(self._config)
+        if self._draft.available:
+            self._could_overlap = self._policy.overlaps
         if isinstance(self._draft, DraftPool) and self._draft.announced_step_times != self._announced:
             self._announced = self._draft.announced_step_times
             self._policy.update_draft_cost(self._announced)
@@ -224,6 +236,10 @@ class Router:
         pool = self._draft if isinstance(self._draft, DraftPool) else None
         counters, arrivals = self._counters, self._counters.arrivals
         counters.arrivals = 0
+        wanted, clearly_wanted = (0.0, 0.0)
+        if pool is not None:
+            num_open = len(self._scheduler.running) + len(self._scheduler.waiting)
+            wanted, clearly_wanted = self._policy.draft_demand(num_open, self._could_overlap, now_s)
         load = LaneReport(
             lane_id=self._lane_id,
             now_s=now_s,
@@ -239,6 +255,8 @@ class Router:
             context_s=self._policy.context_s,
             calibration_error=self._policy.calibration.error or 0.0,
             overlap=self._policy.overlap_report,
+            wanted_draft_rows=wanted,
+            clearly_wanted_draft_rows=clearly_wanted,
         )
         return LaneStatus(
             load=load,

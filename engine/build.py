@@ -145,8 +145,9 @@ def build_source(config: OutriderConfig) -> DraftSource | None:
     return build_draft_model(config) if draft_is_a_model(config) else build_free_source(config)
 
 
+# num_gpus has one: places that Ray gives away are what lanes and drafts compete for.
 _MEANINGLESS_IN_EMULATION = {
-    "target": ("dtype", "quantization", "device", "num_gpus", "num_threads", "kernels", "numerics"),
+    "target": ("dtype", "quantization", "device", "num_threads", "kernels", "numerics"),
     "draft": ("dtype", "device", "num_threads"),
 }
 

@@ -115,11 +115,13 @@ class LanesConfig(_Section):
     """Routers, each with its own target."""
 
     min: int = Field(1, ge=1, description="lanes that always run")
-    max: int = Field(1, ge=1, description="lanes at high load; above `min` Ray Serve scales between the two")
+    max: int = Field(1, ge=1, description="lanes at high load; above `min` their number follows the load")
     max_batch: int = Field(64, ge=1, description="requests that decode together in one lane")
     prefill_tokens: int = Field(
         512, ge=16, description="tokens of prompts that one round may process beside the decoding requests"
     )
+    scale_up_s: float = Field(5.0, ge=0, description="the load must ask for more lanes for so long")
+    scale_down_s: float = Field(60.0, ge=0, description="the load must fit in fewer lanes, with a margin, for so long")
 
     @model_validator(mode="after")
     def _ordered(self) -> "LanesConfig":
@@ -131,11 +133,25 @@ class LanesConfig(_Section):
 class DraftsConfig(_Section):
     """The pool of draft replicas that all lanes share."""
 
-    replicas: int = Field(1, ge=0, description="draft replicas; 0 serves without a draft model")
+    min: int = Field(1, ge=0, description="draft replicas that always run; 0 lets the last one go where drafts do not pay")
+    max: int = Field(
+        1,
+        ge=0,
+        description="draft replicas when the lanes want most; above `min` their number follows that; 0 serves without a draft "
+        "model",
+    )
+    idle_s: float = Field(300.0, ge=0, description="drafts go when no lane has wanted any for so long")
     num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each draft")
     num_cpus: float = Field(
         0.5, ge=0, description="CPUs that Ray reserves for each draft (a promise to the scheduler, no limit)"
     )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "DraftsConfig":
+        if self.max < self.min:
+            hint = "; set both to 0 to serve without a draft model" if self.max == 0 else ""
+            raise ValueError(f"drafts.max ({self.max}) is below drafts.min ({self.min}){hint}")
+        return self
 
 
 class SpeculationConfig(_Section):
@@ -177,7 +193,18 @@ class ControllerConfig(_Section):
         description="time per output token that no request should be slower than: one that is drafts deeper, at the cost of "
         "the others; default: all requests count alike",
     )
-    dwell_s: float = Field(1.0, ge=0, description="least time between raising the depth from 0 and the change before it")
+    dwell_s: float = Field(
+        1.0,
+        ge=0,
+        description="least time between raising the depth from 0 and the change before it, and for which drafts must be wanted "
+        "before one more starts",
+    )
+    num_gpus: float | None = Field(
+        None,
+        gt=0,
+        description="GPUs that lanes and drafts share on a cluster that does not grow: where both do not fit, what makes more "
+        "tokens per second gets them; default: no limit but lanes.max and drafts.max, and drafts of idle lanes go",
+    )
 
 
 class StreamsConfig(_Section):
@@ -248,6 +275,16 @@ class OutriderConfig(_Section):
             raise ValueError(
                 "draft.source 'self-int8' is the target itself where target.quantization is 'int8': "
                 "set draft.source to model, ngram, suffix or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _minimum_fits(self) -> "OutriderConfig":
+        least = self.lanes.min * self.target.num_gpus + self.drafts.min * self.drafts.num_gpus
+        if self.controller.num_gpus is not None and least > self.controller.num_gpus:
+            raise ValueError(
+                f"controller.num_gpus ({self.controller.num_gpus:g}) is below the {least:g} of lanes.min and drafts.min: "
+                "raise it, or lower one of these"
             )
         return self
 

@@ -80,7 +80,7 @@ def wanted(objects: list[Object]) -> list[tuple[dict[str, str], float, float]]:
     draft = (selector("Draft"), config.drafts.num_cpus, config.drafts.num_gpus)
     small = [(selector("Controller"), SMALL_ACTOR_CPUS, 0.0)]
     small += [(selector("Api"), SMALL_ACTOR_CPUS, 0.0)] * config.api.replicas
-    return [*[target] * config.lanes.min, *[draft] * config.drafts.replicas, *small]
+    return [*[target] * config.lanes.min, *[draft] * config.drafts.max, *small]
 
 
 def places(objects: list[Object]) -> list[list[Any]]:

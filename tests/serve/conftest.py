@@ -43,7 +43,8 @@ def make_config(port: int) -> Callable[..., OutriderConfig]:
 def serve_cluster(make_config: Callable[..., OutriderConfig]) -> Iterator[None]:
     from deployments.launch import cluster
 
-    with cluster(make_config(), None):
+    # Two GPUs that nobody computes on: whoever asks for none has none, and what is placed on GPUs is tested on any machine.
+    with cluster(make_config(), None, num_gpus=2):
         yield
 
 

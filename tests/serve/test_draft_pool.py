@@ -20,7 +20,7 @@ LENGTH = 80
 def app(deploy_app: Callable[..., App]) -> App:
     app = deploy_app(
         lanes={"min": 2, "max": 2},
-        drafts={"replicas": 2, "num_cpus": 0.1},
+        drafts={"min": 2, "max": 2, "num_cpus": 0.1},
         target={"num_cpus": 0.1},
         speculation={"depth": 3, "max_depth": 4},
     )

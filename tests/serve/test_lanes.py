@@ -1,18 +1,22 @@
 """Which lane a request goes to, and what it sees when lanes leave, die, refuse or are not there yet. Lanes are scripted."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from autoscale.replicas import ReplicaPolicy
+from autoscale.serve_adapter import STALE_AFTER_S, WANTED_REPLICAS, ColdStart
 from autoscale.signals import LaneReport
 from deployments.app import _router_options as router_options
 from deployments.controller import Controller
-from deployments.lanes import MAX_RESUMES, OPEN_REQUESTS, LaneError, StreamLanes
-from deployments.messages import Directory, LaneEntry, LaneStatus
+from deployments.lanes import MAX_RESUMES, LaneError, StreamLanes
+from deployments.messages import Directory, DraftReport, LaneEntry, LaneStatus
 from deployments.wire import Answers, WireServer, decode
 from engine.config import OutriderConfig
 from engine.errors import InvalidRequest, Overloaded
@@ -294,20 +298,92 @@ async def test_the_directory_lists_the_lanes_that_take_requests() -> None:
     assert [(lane["lane_id"], lane["leaving"]) for lane in details] == [("a", True), ("b", False)]
 
 
-def test_serve_scales_lanes_by_what_they_report() -> None:
-    """Bug guarded: requests do not come through Serve any more, so that it sees no load and never starts a second lane."""
+def test_serve_does_as_the_controller_decided() -> None:
+    """Bug guarded: requests do not come through Serve, so that by its own rules it never starts a second lane; an old decision
+    or a broken one that changes the number; bounds that Serve does not know."""
     from ray.serve.config import AutoscalingConfig
 
-    config = OutriderConfig.model_validate({"lanes": {"min": 1, "max": 4, "max_batch": 8}})
-    options: Any = router_options(config)
+    options: Any = router_options(OutriderConfig.model_validate({"lanes": {"min": 1, "max": 4}}))
     scaling = AutoscalingConfig(**options["autoscaling_config"])
     policy = scaling.policy.get_policy()
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 4)
+    assert "autoscaling_config" not in router_options(OutriderConfig())
 
-    def replicas(metrics: dict[str, dict[str, float]]) -> float:
-        desired, state = policy(SimpleNamespace(aggregated_metrics=metrics, config=scaling, target_num_replicas=2))
+    def replicas(**series: list[tuple[float, float]]) -> float:
+        points = {name: [SimpleNamespace(timestamp=at, value=value) for at, value in told] for name, told in series.items()}
+        context = SimpleNamespace(raw_metrics={WANTED_REPLICAS: points}, current_time=100.0, target_num_replicas=2)
+        desired, state = policy(context)
         assert state == {}
         return float(desired)
 
-    assert replicas({OPEN_REQUESTS: {"a": 8.0, "b": 4.0}}) == 3.0
-    assert replicas({OPEN_REQUESTS: {"a": 0.0}}) == 0.0
-    assert replicas({}) == 2.0, "before the first report nothing changes"
+    assert replicas(a=[(98.0, 1.0), (99.0, 3.0)], b=[(98.5, 1.0)]) == 3.0
+    assert replicas(a=[(99.0, 0.0)]) == 0.0
+    assert replicas() == 2.0, "before the first report nothing changes"
+    assert replicas(a=[(100.0 - STALE_AFTER_S - 1, 3.0)]) == 2.0
+    assert replicas(a=[(99.0, math.nan)]) == 2.0
+    assert policy(SimpleNamespace(raw_metrics=None, current_time=100.0, target_num_replicas=2)) == (2, {})
+
+
+async def test_the_controller_decides_and_forgets_who_has_ended() -> None:
+    """Bug guarded: a lane that has ended holds its GPU for as long as one that is silent, a draft that leaves is given work,
+    and a decision that neither lanes nor the controller's page get to know."""
+    controller = Controller(OutriderConfig.model_validate({"drafts": {"max": 2}}).model_dump())
+    controller._replicas = ReplicaPolicy(msgspec.structs.replace(controller._replicas.limits, settle_s=0.0))
+    controller._decide_every_s = 0.0
+    assert (await controller.report_lane(status("a", 3))).wanted_lanes == 1
+    report = DraftReport(draft_id="d", address="host:1", target_fingerprint="f", info=model_info())
+    assert await controller.report_draft(report) == 1
+    assert [draft.draft_id for draft in (await controller.directory()).drafts] == ["d"]
+    await controller.report_draft(msgspec.structs.replace(report, leaving=True))
+    assert (await controller.directory()).drafts == ()
+    state = await controller.snapshot()
+    assert (state["wanted_lanes"], state["wanted_drafts"], state["drafts"]) == (1, 1, [])
+    assert len(state["draft_details"]) == 1
+    assert state["replicas"]["decision"]["lanes_reason"]
+    await controller.forget_draft("d")
+    await controller.forget_lane("a")
+    state = await controller.snapshot()
+    assert (state["lanes"], state["lane_details"], state["draft_details"]) == ([], [], [])
+
+
+class WaitingCall:
+    """What a handle's method gives: it can be awaited and taken back."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[int] = loop.create_future()
+        self.taken_back = asyncio.Event()
+
+    def __await__(self) -> Any:
+        return self.done.__await__()
+
+    def cancel(self) -> None:
+        self.taken_back.set()
+
+
+async def test_one_request_waits_for_a_deployment_without_replicas() -> None:
+    """Bug guarded: a request more at every decision, one that goes on waiting when nobody wants the replica any more, and one
+    failure after which nobody asks again."""
+    calls: asyncio.Queue[WaitingCall] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def remote() -> WaitingCall:
+        call = WaitingCall(loop)
+        calls.put_nowait(call)
+        return call
+
+    start = ColdStart("Draft", "process_id", lambda: SimpleNamespace(process_id=SimpleNamespace(remote=remote)))
+    start.ask(False)
+    for _ in range(3):
+        start.ask(True)
+    first = await calls.get()
+    assert start.num_starts == 1
+    start.ask(False)
+    await first.taken_back.wait()
+    start.ask(True)
+    second = await calls.get()
+    second.done.set_exception(RuntimeError("no replica"))
+    while calls.empty():
+        start.ask(True)
+        await asyncio.sleep(0)
+    (await calls.get()).done.set_result(7)
+    assert start.num_starts == 3

@@ -92,7 +92,7 @@ class Size:
 
 QUICK = Size(
     batches=(1, 8),
-    others=(Condition(hop=0.1),),
+    others=(),
     depths=(),
     num_tokens=240,
     large_tokens=100,

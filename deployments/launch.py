@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deployments.sse import read_events
 from engine.build import preflight
 from engine.config import OutriderConfig
 from engine.errors import ConfigError, OutriderError
@@ -95,6 +96,7 @@ def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None
                 logging_level=logging.ERROR,
                 include_dashboard=dashboard,
             )
+        _end_on_sigterm()
         try:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             serve.start(http_options={"host": config.api.host, "port": config.api.port})
@@ -105,6 +107,17 @@ def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None
                 if not own:
                     serve.delete(APP_NAME)
                 ray.shutdown()
+
+
+def _end_on_sigterm() -> None:
+    """Ray's own handler ends the process on the spot: HAProxy and the workers would be left running."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before if callable(before) else _exit_terminated)
+
+
+def _exit_terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _set_cluster_environment(folder: str) -> None:
@@ -205,10 +218,7 @@ def _stream_chat(url: str, model: str, prompt: str) -> dict[str, Any]:
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300) as response:
         if response.status_code != 200:
             raise StartError(f"the request was answered {response.status_code}: {response.read().decode()}")
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        for event in read_events(response):
             usage = event.get("usage") or usage
             for choice in event.get("choices", []):
                 print(choice["delta"].get("content") or "", end="", flush=True)

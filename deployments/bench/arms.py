@@ -1,12 +1,12 @@
 """What answers the prompts of a benchmark (the engine in this process, the application over HTTP), and how arms take turns."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.sse import read_events
 from engine.build import LocalEngine
 from engine.config import OutriderConfig
 from engine.round import RoundResult
@@ -195,7 +195,6 @@ def _read_usage(client: Any, body: dict[str, Any]) -> dict[str, Any]:
     usage: dict[str, Any] = {}
     with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                usage = json.loads(line[6:]).get("usage") or usage
+        for event in read_events(response):
+            usage = event.get("usage") or usage
     return usage

@@ -177,6 +177,7 @@ class ControllerPolicy:
             "lanes": sorted(self._lanes),
             "break_even_batch": break_even_batch(rows),
             "hit_rate": _mean([overlap.hit_rate for overlap in self._overlapped()]),
+            "prepared_outcomes": _mean([overlap.num_rows for overlap in self._overlapped()]),
             "overlapped_lanes": len(self._overlapped()),
             "reason": table.reason,
             "version": table.version,

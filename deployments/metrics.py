@@ -48,6 +48,16 @@ _GAUGES = {
     "waiting": ("waiting_requests", "Requests waiting for a place in a lane."),
     "price": ("price", "Least survival probability at which a draft position is verified, at the batch of the moment."),
     "mean_depth": ("mean_depth", "Mean draft tokens per decoding request and round over the last two seconds."),
+    "hit_rate": (
+        "prepared_hit_rate",
+        "Share of the last hundreds of outcomes that were prepared and there in time, mean over the lanes whose rounds overlap, "
+        "0 when none do.",
+    ),
+    "prepared_outcomes": (
+        "prepared_outcomes_per_request",
+        "Fan-out: outcomes prepared per request and round by the last plan, mean over the lanes whose rounds overlap; 0 when "
+        "none do.",
+    ),
     "calibration_error": (
         "calibration_error",
         "Mean distance of predicted from observed survival of draft tokens, in ten bins by prediction, mean over the lanes.",

@@ -50,7 +50,7 @@ _GAUGES = {
     "mean_depth": ("mean_depth", "Mean draft tokens per decoding request and round over the last two seconds."),
     "hit_rate": (
         "prepared_hit_rate",
-        "Share of the last hundreds of outcomes that were prepared and there in time, mean over the lanes whose rounds overlap, "
+        "Share of the last hundreds of outcomes that were prepared and there in time, mean over overlapping lanes, "
         "0 when none do.",
     ),
     "prepared_outcomes": (

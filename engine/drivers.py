@@ -260,7 +260,7 @@ class AsyncDriver:
         now_s = self._clock()
         self._round_id += 1
         self._asking_s = 0.0
-        available, prepares = self._draft.available, self._draft.prepares
+        available, prepares = self._draft.available, self._draft.prepares and self.scheduler.policy.overlaps
         result = await self._drive(play_round(self.scheduler, self._round_id, now_s, drafts=available, prepares=prepares))
         for delta in result.deltas:
             self._deliver(delta)

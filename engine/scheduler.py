@@ -14,6 +14,10 @@ from engine.types import DepthRequest, ModelInfo, StepReport
 class DepthPolicy(Protocol):
     """Decides how deep a request speculates. `autoscale.lane_policy.LanePolicy` follows the load; `FixedDepth` does not."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a source that can work while the target verifies is to: not if it needs the target's own cores for it."""
+
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         """Depths for the coming round, each from 0 to the request's ``room``; ``batch_size`` requests decode.
 
@@ -52,6 +56,8 @@ class FixedDepth:
     ``fan_out``: next tokens to prepare for after every number of accepted ones, 0 = sequential rounds. ``asks``: whether a
     round asks for drafts that were not prepared.
     """
+
+    overlaps = True
 
     def __init__(self, depth: int, fan_out: int = 0, asks: bool = True):
         self._depth = depth

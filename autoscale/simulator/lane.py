@@ -142,6 +142,7 @@ class _Kept:
     def look_ahead(self, batch_size: int) -> None: ...
 
     spares_first_tokens = False
+    overlaps = True
 
 
 class Lane:

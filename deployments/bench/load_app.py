@@ -1,11 +1,10 @@
 """The application that `outrider bench load` starts when it is given no other: one lane, whose depth is switched."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -82,8 +81,20 @@ def _endpoint(config: OutriderConfig, api: str, headers: dict[str, str]) -> Endp
 def lane_arms(lane: BenchLane, *, calibrate: bool) -> list[Arm]:
     """No speculation, the fixed depths, and adaptive, each switched on before its load.
 
-    ``calibrate``: measure the models while nothing else runs. Emulated ones announce how long all their steps take.
+    ``calibrate``: measure the models before adaptive is played for the first time. Just after a start the machine is still
+    busy, and one bad measurement would be believed for ten minutes. Emulated models announce how long all their steps take.
     """
-    lane.use({"depth": "auto"}, afresh=calibrate)
-    depths: dict[str, Any] = {OFF: 0, **{fixed(depth): depth for depth in FIXED_DEPTHS}, ADAPTIVE: "auto"}
-    return [Arm(name, {}, partial(lane.use, {"depth": depth})) for name, depth in depths.items()]
+    depths = {OFF: 0, **{fixed(depth): depth for depth in FIXED_DEPTHS}}
+    arms = [Arm(name, {}, partial(lane.use, {"depth": depth})) for name, depth in depths.items()]
+    return [*arms, Arm(ADAPTIVE, {}, _adaptive(lane, calibrate=calibrate))]
+
+
+def _adaptive(lane: BenchLane, *, calibrate: bool) -> Callable[[], None]:
+    is_due = calibrate
+
+    def switch_on() -> None:
+        nonlocal is_due
+        lane.use({"depth": "auto"}, afresh=is_due)
+        is_due = False
+
+    return switch_on

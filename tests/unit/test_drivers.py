@@ -281,6 +281,21 @@ async def test_leaving_a_request_that_is_played_cancels_it() -> None:
         assert not lane.target.model.sequences
 
 
+async def test_a_draft_on_the_targets_own_cores_does_nothing_beside_it() -> None:
+    """Bug guarded: the draft reads a new prompt while the target does, on the same cores, and the first token comes late."""
+
+    class Sequential(Patient):
+        overlaps = False
+
+    for policy, prepares in ((Patient(3, 2), True), (Sequential(3, 2), False)):
+        lane = Lane(fan_out=2)
+        lane.scheduler.policy = policy
+        async with running(lane):
+            prompt = list(range(1, 45))
+            assert await lane.tokens("a", prompt) == expected(prompt, 12)
+        assert bool(lane.draft.model.prepare_requests) is prepares
+
+
 # --- overload and refusals --------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ and DSpark (arXiv 2607.05147) make for the target alone. At the largest Theta th
 largest rate (Dinkelbach, as in `autoscale.price`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autoscale.cost_model import RoundCost
@@ -27,15 +28,15 @@ def allocate(survivals: Sequence[Sequence[float]], rate: float, cost: RoundCost,
     row_s, step_s = _draft_costs(cost, batch)
     slots = _slots(survivals, rate * row_s)
     costs = _verify_costs(len(slots), rate, cost, batch, share)
-    best: list[int] = []
+    best: Counter[int] = Counter()
     best_worth, deepest = 0.0, max((level for _, level, _ in slots), default=0)
     for level in range(1, deepest + 1):
-        taken = [index for survival, own_level, index in slots if own_level <= level]
-        worth, count = _best_prefix([s for s, own_level, _ in slots if own_level <= level], costs, rate * row_s, share)
+        reached = [(survival, index) for survival, own_level, index in slots if own_level <= level]
+        worth, count = _best_prefix([survival for survival, _ in reached], costs, rate * row_s, share)
         worth -= rate * step_s * level
         if worth > best_worth:
-            best, best_worth = taken[:count], worth
-    return [best.count(index) for index in range(len(survivals))]
+            best, best_worth = Counter(index for _, index in reached[:count]), worth
+    return [best[index] for index in range(len(survivals))]
 
 
 def _draft_costs(cost: RoundCost, batch: float) -> tuple[float, float]:

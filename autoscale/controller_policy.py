@@ -99,7 +99,6 @@ class ControllerPolicy:
         """What `autoscale.replicas` decides by; ``num_leaving`` lanes and ``num_drafts`` drafts are known to the caller."""
         state = self.state(now_s)
         reports = [lane.report for lane in self._lanes.values()]
-        mean_output_tokens = _mean([report.mean_output_tokens for report in reports if report.mean_output_tokens > 0])
         return ReplicaSignals(
             num_lanes=state.num_lanes,
             num_leaving=num_leaving,
@@ -108,7 +107,7 @@ class ControllerPolicy:
             num_waiting=state.num_waiting,
             most_running=max((report.num_running for report in reports), default=0),
             expected_requests=state.predicted_batch * state.num_lanes,
-            token_rate=state.arrival_rate * mean_output_tokens,
+            token_rate=state.arrival_rate * self._mean_output_tokens(),
             wanted_rows=sum(report.wanted_draft_rows for report in reports),
             clearly_wanted_rows=sum(report.clearly_wanted_draft_rows for report in reports),
             acceptance=state.acceptance,
@@ -121,12 +120,11 @@ class ControllerPolicy:
         reports = [lane.report for lane in self._lanes.values()]
         num_lanes = len(reports)
         rate = sum(lane.arrivals.per_s for lane in self._lanes.values())
-        mean_output_tokens = _mean([report.mean_output_tokens for report in reports if report.mean_output_tokens > 0])
         return ClusterState(
             num_lanes=num_lanes,
             arrival_rate=rate,
             actual_batch=_mean([report.num_running for report in reports]),
-            predicted_batch=expected_batch(rate, mean_output_tokens, self._time_per_output_token_s(), num_lanes),
+            predicted_batch=expected_batch(rate, self._mean_output_tokens(), self._time_per_output_token_s(), num_lanes),
             num_waiting=sum(report.num_waiting for report in reports),
             acceptance=min(_mean([r.acceptance for r in reports], [r.num_running for r in reports]), 1.0),
             tokens_per_s=sum(report.tokens_per_s for report in reports),
@@ -234,6 +232,10 @@ class ControllerPolicy:
             _pooled([report.draft_step_times for report in reports]) or self._draft_times,
         )
         return msgspec.structs.replace(cost, context_s=_mean([r.context_s for r in reports], [r.num_running for r in reports]))
+
+    def _mean_output_tokens(self) -> float:
+        """Over the lanes in which a request has ended lately."""
+        return _mean([lane.report.mean_output_tokens for lane in self._lanes.values() if lane.report.mean_output_tokens > 0])
 
     def _time_per_output_token_s(self) -> float:
         """Measured over the busy lanes, but at most a plain step at their batch.

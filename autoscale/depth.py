@@ -11,12 +11,3 @@ def choose_depth(survival: Sequence[float], price: float, room: int) -> int:
     """
     paying = sum(1 for _ in takewhile(lambda probability: probability > price, survival))
     return max(0, min(paying, room))
-
-
-def depth_at(alpha: float, price: float, room: int) -> int:
-    """`choose_depth` for the survival ``alpha ** j``, without making the list: asked for every request in every round."""
-    depth, survival = 0, alpha
-    while depth < room and survival > price:
-        depth += 1
-        survival *= alpha
-    return depth

@@ -145,7 +145,6 @@ class Controller:
 def replica_limits(config: OutriderConfig) -> ReplicaLimits:
     """What the configuration says of the number of lanes and drafts."""
     has_drafts = draft_is_a_model(config) and config.speculation.max_depth > 0
-    objective_ms = config.controller.latency_objective_ms
     return ReplicaLimits(
         min_lanes=config.lanes.min,
         max_lanes=config.lanes.max,
@@ -156,7 +155,7 @@ def replica_limits(config: OutriderConfig) -> ReplicaLimits:
         num_gpus=config.controller.num_gpus,
         max_batch=config.lanes.max_batch,
         max_depth=config.speculation.max_depth,
-        latency_objective_s=None if objective_ms is None else objective_ms / 1e3,
+        latency_objective_s=config.controller.latency_objective_s,
         scale_up_s=config.lanes.scale_up_s,
         scale_down_s=config.lanes.scale_down_s,
         idle_s=config.drafts.idle_s,

@@ -110,7 +110,7 @@ def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None
 
 
 def _end_on_sigterm() -> None:
-    """Ray's own handler ends the process on the spot: HAProxy and the workers would be left running."""
+    """Ray's own handler ends the process on the spot: the workers would be left running."""
     if threading.current_thread() is threading.main_thread():
         before = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, before if callable(before) else _exit_terminated)

@@ -297,7 +297,6 @@ def _start_target(config: OutriderConfig, secret: str) -> Any:
 
 
 def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
-    objective_ms = config.controller.latency_objective_ms
     fixed = None if config.speculation.depth == "auto" else config.speculation.depth
     return LanePolicy(
         max_depth=config.speculation.max_depth,
@@ -307,7 +306,7 @@ def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
         dwell_s=config.controller.dwell_s,
         fixed_depth=fixed,
         fan_out=None if config.speculation.fan_out == "auto" else config.speculation.fan_out,
-        latency_objective_s=None if objective_ms is None else objective_ms / 1e3,
+        latency_objective_s=config.controller.latency_objective_s,
     )
 
 

@@ -28,8 +28,8 @@ from autoscale.simulator.questions import (
     stability,
     try_split,
 )
-from autoscale.simulator.traffic import checked_number
 from deployments.bench.plot import check_plot_file, draw_simulation
+from engine.config import checked_number
 from engine.errors import ConfigError
 from engine.testing.profiles import PREFIX, Timed, parse_emulation
 

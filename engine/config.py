@@ -4,7 +4,9 @@ The environment is read in one place only (`cache_folder`).
 """
 
 import difflib
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,6 +208,11 @@ class ControllerConfig(_Section):
         "tokens per second gets them; default: no limit but lanes.max and drafts.max, and drafts of idle lanes go",
     )
 
+    @property
+    def latency_objective_s(self) -> float | None:
+        """`latency_objective_ms` in seconds."""
+        return None if self.latency_objective_ms is None else self.latency_objective_ms / 1e3
+
 
 class StreamsConfig(_Section):
     """The streams between the application's own processes. Certificates are for mutual TLS: all three, or none."""
@@ -341,6 +348,17 @@ def use_patient_threads() -> None:
     for off its core when there are more busy threads than cores: a step then takes 30 times as long (docs/log.md).
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def checked_number(field: str, text: str, inside: Callable[[float], bool], meaning: str) -> float:
+    """The number that ``text`` is. Raises `ConfigError` that names ``field`` and says what it must be."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not inside(value):
+        raise ConfigError(f"{field} must be {meaning}, got '{text}'")
+    return value
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from engine.config import checked_number
 from engine.errors import ConfigError
 
 MAX_TOKENS = 10_000_000
@@ -172,17 +173,6 @@ def _parameters(kind: str, text: str) -> dict[str, float]:
     if kind == "bursts" and given["burst_s"] > given["period_s"]:
         raise ConfigError(f"--traffic bursts: burst_s ({given['burst_s']:g}) must not exceed period_s ({given['period_s']:g})")
     return given
-
-
-def checked_number(field: str, text: str, inside: Callable[[float], bool], meaning: str) -> float:
-    """The number that ``text`` is. Raises `ConfigError` that names ``field`` and says what it must be."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not inside(value):
-        raise ConfigError(f"{field} must be {meaning}, got '{text}'")
-    return value
 
 
 # --- recorded traces --------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ launches and attention's own arithmetic are left out, so real devices are slower
 
 import contextlib
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from engine.config import checked_number
 from engine.errors import ConfigError
 
 PREFIX = "emulated:"
@@ -263,18 +263,8 @@ def _parameters(query: str, profile: str, field: str) -> dict[str, float]:
             raise ConfigError(f"{field}: unknown parameter '{name}' of {PREFIX}{profile}{only}; there are: {', '.join(known)}")
         if name in given:
             raise ConfigError(f"{field}: '{name}' is given twice; keep one of them")
-        given[name] = _number(f"{field}: {name}", text if equals else "", *known[name])
+        given[name] = checked_number(f"{field}: {name}", text if equals else "", *known[name])
     return given
-
-
-def _number(what: str, text: str, inside: _Bounds, meaning: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not inside(value):
-        raise ConfigError(f"{what} must be {meaning}, got '{text}'")
-    return value
 
 
 def _free(model: str, given: Mapping[str, float]) -> Emulation:

@@ -149,6 +149,8 @@ class LanePolicy:
         self._prior_alpha = prior_alpha
         self._drafted_at_s: float | None = None
         """When a round last had drafts."""
+        self._num_missed = 0.0
+        """Tokens that the draft would have to read before it could propose again."""
 
     @property
     def acceptance(self) -> float:
@@ -314,6 +316,7 @@ class LanePolicy:
         self._acceptance.end_round()
         if report.num_drafted > 0:
             self._drafted_at_s = now_s
+        self._num_missed = self._count_missed(report)
         self._round += 1
         self._plan_is_current = False
         alone = self._cost.alone
@@ -416,7 +419,8 @@ class LanePolicy:
         own, depth = (overlap.price(alpha), overlap.depth) if overlap else price(effective, alpha, alone, self._max_depth)
         current = price_at(rows, effective) if rows else own
         rate = throughput(effective, depth, alpha, alone) * (current / own if own > 0 else 1.0)
-        is_open, self._gate_memory = self._gate.step(current, alpha, self._gate_memory, now_s)
+        redeemed_s = 0.0 if overlap else self._redeemed_s(current, alpha, batch)
+        is_open, self._gate_memory = self._gate.step(current, alpha, self._gate_memory, now_s, redeemed_s)
         good = self._candidate(effective, PROBE_ALPHA, cost, laws) if overlap else None
         may_probe = (good.depth if good else best_depth(effective, PROBE_ALPHA, alone, self._max_depth)) > 0
         return _Plan(
@@ -439,6 +443,25 @@ class LanePolicy:
             depths={},
             guesses={},
         )
+
+    def _redeemed_s(self, price: float, alpha: float, batch: int) -> float:
+        """After how many seconds of sequential rounds with drafts the draft's catching up is paid for.
+
+        While the draft reads what it has missed, the target waits. Then each second makes ``sum_j (alpha^j - price)`` seconds'
+        worth more than plain decoding does, over the positions that pay (`autoscale.price`, exact where the step's time is
+        linear). Overlapped rounds do not wait.
+        """
+        gain = sum(max(alpha**position - price, 0.0) for position in self._depths if position > 0)
+        reading_s = self._cost.alone.draft_time(max(self._num_missed, batch)) - self._cost.alone.draft_time(batch)
+        return reading_s / gain if gain > 0 else math.inf
+
+    def _count_missed(self, report: StepReport) -> float:
+        """Tokens that no draft has read: of requests that went without one, at most all that there are."""
+        if not report.depths:
+            return 0.0
+        without = sum(depth == 0 for depth in report.depths) / len(report.depths)
+        most = report.num_context_tokens + report.num_target_tokens
+        return without * min(self._num_missed + report.num_committed + report.num_prefill_tokens, most)
 
     def _refresh_inputs(self, round_number: int) -> None:
         if round_number >= self._inputs_from + MODEL_ROUNDS:
@@ -546,7 +569,7 @@ class LanePolicy:
             f"{plan.price:.2f}; the first one does with {plan.alpha:.2f}"
         )
         if depth == 0 and plan.price < plan.alpha:
-            sentence += f"; it stays off until that has held clearly for {self._gate.dwell_s:g} s"
+            sentence += f"; it stays off until that has held clearly for {self._gate.dwell_s:g} s or more"
         return sentence + self._mode_reason(plan)
 
     def _explain_mode(self, plan: _Plan) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def stability(
     lengths: Lengths,
     *,
     step_to: int = 64,
-    seconds: float = 30.0,
+    seconds: float = 60.0,
     seed: int = 0,
     make_policy: MakePolicy | None = None,
 ) -> Stability:
@@ -206,7 +206,7 @@ def stability(
     threshold = threshold_batch(lane, arm, lengths)
     reversals = 0.0
     if threshold is not None:
-        warm_s = 5.0
+        warm_s = 10.0
         held = simulate(
             lane,
             users_traffic(threshold, threshold, 0.0, lengths),

@@ -115,14 +115,15 @@ def test_long_contexts_keep_speculation_profitable() -> None:
 def _without_gate(cluster: Cluster, arm: Arm) -> DepthPolicy:
     policy = depth_policy(cluster, arm)
     assert isinstance(policy, LanePolicy)
-    policy._gate = DwellGate(0.0, margin=0.0)
+    policy._gate = DwellGate(0.0, margin=0.0, great_margin=0.0)
+    policy._redeemed_s = lambda price, alpha, batch: 0.0
     return policy
 
 
 def test_the_gate_keeps_the_depth_from_flapping() -> None:
     """Bug guarded: a lane at the load where speculation just stops paying goes on and off with every noisy estimate.
 
-    Negative control: the same lane without hysteresis and dwell.
+    Negative control: the same lane without hysteresis, dwell and a price for catching up.
     """
     cluster = _cluster("free?step_ms=10&c=0.05&alpha=0.7&knee=32")
     gated = stability(cluster, SEQUENTIAL, Lengths(), seconds=30)

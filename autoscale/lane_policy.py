@@ -8,27 +8,22 @@ import msgspec
 
 from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
 from autoscale.allocation import allocate
+from autoscale.catch_up import CatchUp
 from autoscale.context import ContextFit
 from autoscale.cost_model import DRAFT_WEIGHT, OverlapCost, RoundCost, StepCost
 from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
+from autoscale.lane_plan import LanePlan
 from autoscale.overlap import Overlap, ask_gains, best_overlap, worth_waiting_s
 from autoscale.pace import Paces
 from autoscale.prepared import OverlapLearner
 from autoscale.price import best_depth, price, price_at, throughput
+from autoscale.probing import PROBE_ALPHA, Probes
 from autoscale.signals import DepthTable, OverlapReport, StepTimes
 from autoscale.stabilise import DwellGate, GateMemory
 from engine.types import DepthRequest, StepReport
 
 TABLE_MAX_AGE_S = 5.0
-PROBE_INTERVAL = 64
-"""Rounds between probes after failures."""
-PROBE_INTERVAL_MIN = 4
-PROBE_BACKOFF = 4
-PROBE_ALPHA = 0.9
-"""A good draft. Where even this one would not pay, or lane and request are as good already, a probe has nothing to find."""
-PROBE_ROUNDS = 3
-"""A probe waits so many rounds for a draft that has to catch up first."""
 MODEL_ROUNDS = 8
 """Rounds for which the model of overlapped rounds keeps what it was given: searching it takes 2 ms of Python."""
 OVERLAP_MARGIN = 1.05
@@ -41,44 +36,6 @@ FORGIVE_HALF_LIFE_S = 600.0
 """Without drafts, what was learned of their acceptance says less and less of the next ones."""
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    """What holds for all requests of one round."""
-
-    batch: int
-    predicted_batch: float
-    price: float
-    rate: float
-    """Tokens per second of the lane (Theta) at which a position's price is what it is."""
-    alpha: float
-    is_open: bool
-    may_probe: bool
-    from_controller: bool
-    now_s: float
-    sequential: float
-    """Tokens per second of sequential rounds at the effective batch, as modelled."""
-    candidate: Overlap | None
-    """The best overlapped rounds; None where nothing can be prepared."""
-    is_overlapped: bool
-    model_alpha: float
-    cost: OverlapCost
-    laws: HitLaws
-    """These three: rounded, what `candidate` was found with."""
-    survivals: dict[int, tuple[float, ...]]
-    """By acceptance in percent: over as many positions as may pay."""
-    depths: dict[str, int]
-    """Answers of `LanePolicy.depths` in this round."""
-    guesses: dict[tuple[float, int], tuple[int, ...]]
-    """Answers of `LanePolicy.fan_out` in this round, by acceptance and draft length."""
-
-    @property
-    def overlap(self) -> Overlap | None:
-        return self.candidate if self.is_overlapped else None
-
-    @property
-    def effective_batch(self) -> float:
-        return max(self.batch, self.predicted_batch)
-
-
 class LanePolicy:
     """Chooses depths by the price of the moment and each request's own acceptance. Reads no clock, draws no random number.
 
@@ -87,9 +44,7 @@ class LanePolicy:
 
     **Probing.** A request (or a whole lane) whose acceptance fell until no depth paid would never learn that its drafts became
     good again. So in every 64th round of the lane such a request gets depth 1, provided that a good draft would pay at this
-    batch: when the load is the reason for depth 0, no draft work is done at all. The interval falls to 16 and 4 rounds while
-    first draft tokens are accepted and rises again with each one that is not. The probes of all requests fall into the same
-    rounds, so that the other rounds have no draft step.
+    batch: when the load is the reason for depth 0, no draft work is done at all (`autoscale.probing`).
 
     **Overlap.** Where the source can prepare (``overlaps``), rounds are sequential or overlapped, whichever has the larger
     modelled throughput (`autoscale.overlap`): left as soon as it does not pay, taken up again with a margin and after a dwell.
@@ -135,22 +90,18 @@ class LanePolicy:
         self._overlap_memory = GateMemory()
         self._table: DepthTable | None = None
         self._table_at_s: float | None = None
-        self._plan: _Plan | None = None
+        self._plan: LanePlan | None = None
         self._plan_is_current = False
-        self._round = PROBE_ROUNDS
-        """Beyond the probe that rounds 0, 1, ... would be."""
+        self._round = 0
         self._inputs = self._current_inputs()
         self._inputs_from = self._round
-        self._probe_intervals: dict[str, int] = {}
-        self._drafted_in: dict[str, int] = {}
-        """Round in which a request last had a draft."""
+        self._probes = Probes()
+        self._catch_up = CatchUp()
         self._drafted: set[str] = set()
         self._drafted_before: set[str] = set()
         self._prior_alpha = prior_alpha
         self._drafted_at_s: float | None = None
         """When a round last had drafts."""
-        self._num_missed = 0.0
-        """Tokens that the draft would have to read before it could propose again."""
 
     @property
     def acceptance(self) -> float:
@@ -295,17 +246,13 @@ class LanePolicy:
         self._acceptance.observe(request_id, drafted, accepted)
         if drafted > 0:
             self._drafted.add(request_id)
-            self._drafted_in[request_id] = self._round
-            interval = self._probe_intervals.get(request_id, PROBE_INTERVAL)
-            interval = interval // PROBE_BACKOFF if accepted > 0 else interval * PROBE_BACKOFF
-            self._probe_intervals[request_id] = min(max(interval, PROBE_INTERVAL_MIN), PROBE_INTERVAL)
+            self._probes.observe(request_id, accepted)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that ended."""
         self._acceptance.forget(request_id)
         self._paces.forget(request_id)
-        self._probe_intervals.pop(request_id, None)
-        self._drafted_in.pop(request_id, None)
+        self._probes.forget(request_id)
 
     def report(self, report: StepReport, now_s: float) -> None:
         """Learn from a finished round; ``now_s`` also dates a table that came since the round was planned.
@@ -316,7 +263,8 @@ class LanePolicy:
         self._acceptance.end_round()
         if report.num_drafted > 0:
             self._drafted_at_s = now_s
-        self._num_missed = self._count_missed(report)
+        self._catch_up.note(report)
+        self._probes.end_round()
         self._round += 1
         self._plan_is_current = False
         alone = self._cost.alone
@@ -365,10 +313,11 @@ class LanePolicy:
     def explain(self) -> dict[str, Any]:
         """Batch, price, acceptance, depth and mode of the last planned round, and in one sentence why."""
         plan = self._plan
-        mode = {} if plan is None else self._explain_mode(plan)
+        mode = {} if plan is None else plan.told_mode(self._learner.hit_rate)
+        mode_reason = "" if plan is None else plan.mode_reason(is_chosen=self._fan_out is not None)
         if self._fixed_depth is not None:
             reason = f"depth {self._fixed_depth}: fixed by speculation.depth"
-            return {"depth": self._fixed_depth, **mode, "reason": reason + (self._mode_reason(plan) if plan else "")}
+            return {"depth": self._fixed_depth, **mode, "reason": reason + mode_reason}
         if plan is None:
             return {"depth": 0, "reason": "no request has decoded yet"}
         typical = self._acceptance.survival_at(plan.alpha, self._deepest(plan))
@@ -381,14 +330,14 @@ class LanePolicy:
             "depth": depth,
             "price_from": "controller" if plan.from_controller else "lane",
             **mode,
-            "reason": self._reason(plan, depth),
+            "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason,
         }
 
     def _replace_alone(self, alone: RoundCost) -> None:
         self._cost = msgspec.structs.replace(self._cost, alone=alone)
         self._inputs, self._plan_is_current = self._current_inputs(), False
 
-    def _plan_round(self, batch_size: int, now_s: float) -> _Plan:
+    def _plan_round(self, batch_size: int, now_s: float) -> LanePlan:
         """The plan of this round, made when its first depth is asked for."""
         batch = max(batch_size, 1)
         plan = self._plan
@@ -397,14 +346,14 @@ class LanePolicy:
             self._plan, self._plan_is_current = plan, True
         return plan
 
-    def _plan_later(self, batch_size: int, now_s: float) -> _Plan:
+    def _plan_later(self, batch_size: int, now_s: float) -> LanePlan:
         """The plan of this round for what is asked after the depths, perhaps at a later time: no change of mind in a round."""
         plan = self._plan
         if plan is not None and self._plan_is_current and plan.batch == max(batch_size, 1):
             return plan
         return self._plan_round(batch_size, now_s)
 
-    def _make_plan(self, batch: int, now_s: float) -> _Plan:
+    def _make_plan(self, batch: int, now_s: float) -> LanePlan:
         table = self._fresh_table(now_s)
         predicted = table.predicted_batch if table else 0.0
         effective = max(batch, predicted)
@@ -419,11 +368,11 @@ class LanePolicy:
         own, depth = (overlap.price(alpha), overlap.depth) if overlap else price(effective, alpha, alone, self._max_depth)
         current = price_at(rows, effective) if rows else own
         rate = throughput(effective, depth, alpha, alone) * (current / own if own > 0 else 1.0)
-        redeemed_s = 0.0 if overlap else self._redeemed_s(current, alpha, batch)
+        redeemed_s = 0.0 if overlap else self._catch_up.redeemed_s(current, alpha, self._max_depth, batch, alone)
         is_open, self._gate_memory = self._gate.step(current, alpha, self._gate_memory, now_s, redeemed_s)
         good = self._candidate(effective, PROBE_ALPHA, cost, laws) if overlap else None
         may_probe = (good.depth if good else best_depth(effective, PROBE_ALPHA, alone, self._max_depth)) > 0
-        return _Plan(
+        return LanePlan(
             batch=batch,
             predicted_batch=predicted,
             price=current,
@@ -443,25 +392,6 @@ class LanePolicy:
             depths={},
             guesses={},
         )
-
-    def _redeemed_s(self, price: float, alpha: float, batch: int) -> float:
-        """After how many seconds of sequential rounds with drafts the draft's catching up is paid for.
-
-        While the draft reads what it has missed, the target waits. Then each second makes ``sum_j (alpha^j - price)`` seconds'
-        worth more than plain decoding does, over the positions that pay (`autoscale.price`, exact where the step's time is
-        linear). Overlapped rounds do not wait.
-        """
-        gain = sum(max(alpha**position - price, 0.0) for position in self._depths if position > 0)
-        reading_s = self._cost.alone.draft_time(max(self._num_missed, batch)) - self._cost.alone.draft_time(batch)
-        return reading_s / gain if gain > 0 else math.inf
-
-    def _count_missed(self, report: StepReport) -> float:
-        """Tokens that no draft has read: of requests that went without one, at most all that there are."""
-        if not report.depths:
-            return 0.0
-        without = sum(depth == 0 for depth in report.depths) / len(report.depths)
-        most = report.num_context_tokens + report.num_target_tokens
-        return without * min(self._num_missed + report.num_committed + report.num_prefill_tokens, most)
 
     def _refresh_inputs(self, round_number: int) -> None:
         if round_number >= self._inputs_from + MODEL_ROUNDS:
@@ -483,7 +413,7 @@ class LanePolicy:
         weight = 2.0 ** (-max(now_s - at_s, 0.0) / FORGIVE_HALF_LIFE_S)
         return _rounded_alpha(weight * learned + (1 - weight) * self._prior_alpha)
 
-    def _overlap_now(self, batch_size: int, plan: _Plan, laws: HitLaws) -> Overlap | None:
+    def _overlap_now(self, batch_size: int, plan: LanePlan, laws: HitLaws) -> Overlap | None:
         """The overlapped rounds of the batch that is there, not of the one that is expected: what waiting costs now."""
         if plan.overlap is None:
             return None
@@ -501,11 +431,11 @@ class LanePolicy:
             _, self._overlap_memory = self._gate.step_by(pays, clearly, greatly, self._overlap_memory, now_s)
         return self._overlap_memory.is_open
 
-    def _deepest(self, plan: _Plan) -> int:
+    def _deepest(self, plan: LanePlan) -> int:
         """No request drafts deeper: in overlapped rounds, what the draft prepares in time, or more where that pays."""
         return self._max_depth if plan.overlap is None else min(plan.overlap.deepest, self._max_depth)
 
-    def _survival(self, request: DepthRequest, plan: _Plan, worth: float) -> Sequence[float]:
+    def _survival(self, request: DepthRequest, plan: LanePlan, worth: float) -> Sequence[float]:
         """By position, as far as the request has room and may draft, each token counted ``worth`` times."""
         percent = round(100 * self._acceptance.alpha(request.request_id))
         survival = plan.survivals.get(percent)
@@ -522,12 +452,10 @@ class LanePolicy:
             self._table_at_s = now_s
         return self._table if now_s - self._table_at_s <= TABLE_MAX_AGE_S else None
 
-    def _probe_depth(self, request_id: str, plan: _Plan) -> int:
+    def _probe_depth(self, request_id: str, plan: LanePlan) -> int:
         if not plan.may_probe or min(plan.alpha, self._acceptance.alpha(request_id)) >= PROBE_ALPHA:
             return 0
-        since_start = self._round % self._probe_intervals.get(request_id, PROBE_INTERVAL)
-        was_drafted = self._drafted_in.get(request_id, -1) >= self._round - since_start
-        return int(since_start < PROBE_ROUNDS and not was_drafted)
+        return int(self._probes.is_due(request_id))
 
     def _corrected_target(self, target: StepCost, report: StepReport) -> StepCost:
         """Learn both parts of the step's time: what depends on its tokens, and what reading the contexts adds."""
@@ -554,43 +482,6 @@ class LanePolicy:
         if rows == 0 or not self._drafted <= self._drafted_before:
             return draft
         return draft.corrected(report.draft_time_s, max(report.depths) * draft.time(rows), DRAFT_WEIGHT)
-
-    def _reason(self, plan: _Plan, depth: int) -> str:
-        alone = self._cost.alone
-        if alone.target.is_default:
-            return "speculation off: the target's step times were not measured"
-        state = f"depth {depth}" if depth else "speculation off"
-        predicted = f" ({plan.predicted_batch:.1f} expected)" if plan.predicted_batch > plan.batch else ""
-        token_ms = 1e3 * alone.target.slope(plan.effective_batch)
-        draft_ms = 1e3 * alone.draft_time(plan.effective_batch)
-        sentence = (
-            f"{state}: {plan.batch} request{'s' * (plan.batch > 1)} running{predicted}, verifying one more token costs "
-            f"{token_ms:.2f} ms and a draft step {draft_ms:.2f} ms, so a draft token must survive with more than "
-            f"{plan.price:.2f}; the first one does with {plan.alpha:.2f}"
-        )
-        if depth == 0 and plan.price < plan.alpha:
-            sentence += f"; it stays off until that has held clearly for {self._gate.dwell_s:g} s or more"
-        return sentence + self._mode_reason(plan)
-
-    def _explain_mode(self, plan: _Plan) -> dict[str, Any]:
-        told: dict[str, Any] = {"mode": "overlapped" if plan.overlap else "sequential"}
-        if plan.overlap:
-            told["fan_out"] = plan.overlap.guesses(plan.alpha, plan.overlap.depth, plan.laws)
-            told["hit_rate"] = self._learner.hit_rate
-        return told
-
-    def _mode_reason(self, plan: _Plan) -> str:
-        candidate = plan.candidate
-        if candidate is None:
-            return ""
-        rates = f"{candidate.throughput:.0f} tokens/s against {plan.sequential:.0f}"
-        if plan.overlap:
-            chosen = "" if self._fan_out is None else " (speculation.fan_out is set)"
-            return (
-                f"; rounds overlap{chosen}: with {candidate.num_rows:.0f} outcomes prepared per request and "
-                f"{candidate.hit_rate:.0%} of the rounds drafted, {rates} in sequential rounds"
-            )
-        return f"; rounds are sequential: overlapped ones would make {rates}"
 
 
 def _two_digits(batch: float) -> int:

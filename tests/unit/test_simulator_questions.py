@@ -116,7 +116,7 @@ def _without_gate(cluster: Cluster, arm: Arm) -> DepthPolicy:
     policy = depth_policy(cluster, arm)
     assert isinstance(policy, LanePolicy)
     policy._gate = DwellGate(0.0, margin=0.0, great_margin=0.0)
-    policy._redeemed_s = lambda price, alpha, batch: 0.0
+    policy._catch_up.note = lambda report: None
     return policy
 
 

@@ -238,7 +238,7 @@ def test_the_snapshot_speaks_of_the_mode_of_most_lanes():
 
 
 def test_the_snapshot_goes_no_deeper_than_the_draft_gets_in_time():
-    """Bug guarded: positions that cost nothing beside the verify make the depth told the largest allowed one, which no lane plays."""
+    """Bug guarded: positions that cost nothing beside the verify make it tell the largest depth allowed."""
     policy = ControllerPolicy(max_depth=16)
     flat, slow = ((1, 0.03), (600, 0.03)), ((1, 0.01), (64, 0.01))
     policy.ingest(_lane(draft_step_times=slow, target_step_times=flat, overlap=OverlapReport(is_active=True)), 0.0)

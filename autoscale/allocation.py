@@ -11,6 +11,8 @@ and DSpark (arXiv 2607.05147) make for the target alone. At the largest Theta th
 largest rate (Dinkelbach, as in `autoscale.price`).
 """
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,12 +20,18 @@ from autoscale.cost_model import RoundCost
 
 
 def allocate(
-    survivals: Sequence[Sequence[float]], rate: float, cost: RoundCost, batch: float, num_beside: int = 0
+    survivals: Sequence[Sequence[float]],
+    rate: float,
+    cost: RoundCost,
+    batch: float,
+    num_beside: int = 0,
+    slack: float = math.inf,
 ) -> list[int]:
     """Depths of requests whose survival by position is ``survivals``, each as long as the request has room.
 
     ``rate``: Theta. ``batch``: requests to reckon with; where more are expected than are there, each stands for several.
-    ``num_beside``: further tokens of the same forward, of prompts.
+    ``num_beside``: further tokens of the same forward, of prompts. ``slack``: seconds that all drafts together may
+    add to that forward.
     """
     if not survivals:
         return []
@@ -31,6 +39,7 @@ def allocate(
     row_s, step_s = _draft_costs(cost, batch)
     slots = _slots(survivals, rate * row_s)
     costs = _verify_costs(len(slots), rate, cost, batch + num_beside, share)
+    slots = slots[: bisect_right(costs, rate * slack)]
     best: Counter[int] = Counter()
     best_worth, deepest = 0.0, max((level for _, level, _ in slots), default=0)
     for level in range(1, deepest + 1):

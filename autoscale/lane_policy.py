@@ -27,6 +27,8 @@ from engine.types import DepthRequest, StepReport
 TABLE_MAX_AGE_S = 5.0
 MODEL_ROUNDS = 8
 """Rounds for which the model of overlapped rounds keeps what it was given: searching it takes 2 ms of Python."""
+FIRST_TOKEN_DELAY = 0.05
+"""Drafts of others may lengthen a round that reads prompts by this share."""
 OVERLAP_MARGIN = 1.05
 """Overlap that was left must promise this much more than sequential rounds to be taken up again."""
 GREAT_OVERLAP_MARGIN = 1.3
@@ -204,7 +206,8 @@ class LanePolicy:
         if plan.overlap is not None:
             rate, alone = rate * self._cost.target_slowdown, msgspec.structs.replace(alone, draft=None)
         survivals = [plan.worths.get(request_id, ())[:depth] for request_id, depth in depths.items()]
-        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_prompt_tokens), strict=True))
+        slack = FIRST_TOKEN_DELAY * alone.target.time(len(depths) + num_prompt_tokens) if self.spares_first_tokens else math.inf
+        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_prompt_tokens, slack), strict=True))
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """Outcomes to prepare while a draft of ``draft_length`` tokens is verified: guesses for 0..draft_length accepted.

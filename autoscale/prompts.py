@@ -12,8 +12,8 @@ class PromptShare:
 
     Every committed token of an endless stream of requests brings ``rho`` prompt tokens with it, whichever way it was made. With
     the rate Theta of the lane and a forward that grows by dT/dn, a draft position of survival s is worth its verification if
-    ``s > Theta dT/dn (1 + rho s)``, that is ``s > Theta' dT/dn`` with ``Theta' = Theta / (1 - Theta rho dT/dn)``: the tokens per
-    second of the time that prompts did not take.
+    ``s > Theta dT/dn (1 + rho s)``, that is ``s > Theta' dT/dn`` with ``Theta' = Theta / (1 - Theta rho dT/dn)``: the tokens
+    per second of the time that prompts did not take.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Who takes part in a round, and the KV blocks that must never run out. Played against a target that checks the bookkeeping."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -577,3 +577,23 @@ def test_prompts_that_the_draft_may_read_have_a_depth(prefill_tokens: int, asked
     assert seen == asked
     sent = [(item.depth, item.fan_out) for request in lane.draft.prepare_requests for item in request.items]
     assert sent[-1] == (3, (2,)), "the first token may be foreseen already"
+
+
+def test_beside_a_prompt_the_policy_may_verify_less_of_what_it_prepares() -> None:
+    """Bug guarded: requests that still read are trimmed too, or the round after this one is prepared for no draft."""
+    told: list[tuple[dict[str, int], int]] = []
+
+    class Trimming(Recorder):
+        def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+            told.append((dict(depths), num_prompt_tokens))
+            return dict.fromkeys(depths, 1)
+
+    lane = Lane(prefill_tokens=16)
+    lane.scheduler.policy = Trimming(4)
+    lane.add("first", [1, 2, 3])
+    lane.step()
+    assert told == [], "nobody decoded beside it"
+    lane.add("second", range(1, 11))
+    first, second = lane.scheduler.plan(0.0, drafts=True, prepares=True).items
+    assert told == [({"first": 4}, 10)]
+    assert (first.depth, first.next_depth, second.next_depth) == (1, 4, 4)

@@ -74,8 +74,8 @@ def test_overlap_streams_and_drafts_have_series() -> None:
     assert (details["mean_merged"], details["process_id"], details["num_lanes"]) == (1.5, 7, 2)
     text = render([lane_status(counters)], {"lanes": ["lane"], "drafts": ["d0"], "draft_details": [details]})
     for line in (
-        'outrider_draft_hidden_seconds_total{lane="lane"} 0.25',
-        'outrider_draft_exposed_seconds_total{lane="lane"} 0.25',
+        'outrider_draft_hidden_seconds_total{lane="lane",source="none"} 0.25',
+        'outrider_draft_exposed_seconds_total{lane="lane",source="none"} 0.25',
         'outrider_prepared_hits_total{kind="bonus",lane="lane"} 2.0',
         'outrider_prepared_misses_total{kind="late",lane="lane"} 1.0',
         'outrider_hops_total{lane="lane",peer="draft"} 10.0',

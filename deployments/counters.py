@@ -205,6 +205,19 @@ class LaneCounters:
         rows = sum(count for *_, count in self._depths)
         return sum(total for _, total, _ in self._depths) / rows if rows else 0.0
 
+    def told(self) -> dict[str, Any]:
+        """The fields of a `LaneStatus` that hold what was counted, as it is now."""
+        return {
+            "counters": dict(self.totals),
+            "fallbacks": dict(self.fallbacks),
+            "accepted_per_position": tuple(self.accepted_per_position),
+            "drafted_per_position": tuple(self.drafted_per_position),
+            "hits": dict(self.hits),
+            "misses": dict(self.misses),
+            "outcomes": dict(self.outcomes),
+            "histograms": {name: buckets.frozen() for name, buckets in self.histograms.items()},
+        }
+
     def mean_output_tokens(self) -> float:
         """Over the requests that ended lately."""
         return sum(self._output_lengths) / len(self._output_lengths) if self._output_lengths else 0.0

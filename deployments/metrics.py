@@ -35,8 +35,8 @@ COUNTERS = {
     "requests without a draft included.",
     "speculating_round_seconds": "Time of those rounds; break-even accepted length = speculating_round_seconds / "
     "speculating_plain_seconds; gain = accepted length / break-even accepted length.",
-    "speculating_plain_seconds": "Time that plain rounds of the same requests would have taken: the target's step for the batch, "
-    "as modelled from its measured steps, plus the bookkeeping of the real round.",
+    "speculating_plain_seconds": "Time that plain rounds of the same requests would have taken: the target's step for the "
+    "batch, as modelled from its measured steps, plus the bookkeeping of the real round.",
     "preemptions": "Requests that gave their KV cache to others and were prefilled again.",
 }
 """Of a lane."""
@@ -50,9 +50,9 @@ SOURCE_COUNTERS = {
 }
 """Of a lane, with the name of its source of drafts."""
 HISTOGRAMS = {
-    "time_to_first_token_seconds": "Time to first token: from a request's arrival in its lane to the end of the round that made "
-    "its first token, queueing and prefill included. Without HTTP, tokenising, the way between Api and lane, and waiting for a "
-    "lane.",
+    "time_to_first_token_seconds": "Time to first token: from a request's arrival in its lane to the end of the round that "
+    "made its first token, queueing and prefill included. Without HTTP, tokenising, the way between Api and lane, and waiting "
+    "for a lane.",
     "inter_token_latency_seconds": "Time between tokens, after the first: each of the n tokens of a round counts as 1/n of the "
     "time since the round before that gave the request tokens; sum / count = mean time per output token.",
     "queue_seconds": "From a request's arrival in its lane to the round that admitted it for the first time.",
@@ -117,8 +117,8 @@ _BY_LABEL: dict[str, tuple[str, str, Callable[[LaneStatus], dict[str, int]]]] = 
     "finished_requests": (
         "reason",
         "Requests by how they ended in their lane: stop (EOS, a stop token or a stop string), length (max_tokens), error, "
-        "cancelled (the client left), overloaded (the queue was full), invalid (refused, not in requests). In flight = requests - all "
-        "others. What the Api refuses by itself reaches no lane.",
+        "cancelled (the client left), overloaded (the queue was full), invalid (refused, not in requests). In flight = requests - "
+        "all but invalid. What the Api refuses by itself reaches no lane.",
         lambda lane: lane.outcomes,
     ),
     "fallbacks": (

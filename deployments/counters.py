@@ -27,6 +27,8 @@ BUCKETS: dict[str, tuple[float, ...]] = {
     "draft_depth": (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16),
 }
 """Upper bounds of the buckets of each histogram."""
+OUTCOMES = ("stop", "length", "error", "cancelled", "overloaded", "invalid")
+"""How a request ends. All are told from the start: Prometheus sees no growth in a series that begins at 1."""
 
 
 def traffic_of(client: Any) -> Traffic:
@@ -214,7 +216,7 @@ class LaneCounters:
             "drafted_per_position": tuple(self.drafted_per_position),
             "hits": dict(self.hits),
             "misses": dict(self.misses),
-            "outcomes": dict(self.outcomes),
+            "outcomes": {outcome: self.outcomes[outcome] for outcome in OUTCOMES},
             "histograms": {name: buckets.frozen() for name, buckets in self.histograms.items()},
         }
 

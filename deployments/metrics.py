@@ -117,8 +117,8 @@ _BY_LABEL: dict[str, tuple[str, str, Callable[[LaneStatus], dict[str, int]]]] = 
     "finished_requests": (
         "reason",
         "Requests by how they ended in their lane: stop (EOS, a stop token or a stop string), length (max_tokens), error, "
-        "cancelled (the client left), overloaded (the queue was full), invalid (refused, not in requests). In flight = requests - "
-        "all but invalid. What the Api refuses by itself reaches no lane.",
+        "cancelled (the client left), overloaded (the queue was full), invalid (refused, not in requests). In flight = "
+        "requests - all but invalid. What the Api refuses by itself reaches no lane.",
         lambda lane: lane.outcomes,
     ),
     "fallbacks": (
@@ -367,4 +367,10 @@ def _cluster_metrics(lanes: list[LaneStatus], snapshot: dict[str, Any]) -> Itera
         for value, count in read(snapshot).items():
             family.add_metric([value], count)
         yield family
+    if "replicas" in snapshot:
+        yield CounterMetricFamily(
+            "outrider_draft_cold_starts",
+            "Times that the controller asked for a first draft where none ran.",
+            value=snapshot["replicas"]["draft_cold_starts"],
+        )
     yield from _draft_metrics(snapshot.get("draft_details", []))

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from test_metrics import status
+from metrics_page import status
 
 from autoscale.cost_model import RoundCost
 from deployments.counters import LaneCounters, draft_summary, overlap_summary

@@ -5,8 +5,8 @@ import contextlib
 
 import msgspec
 import pytest
+from metrics_page import status
 from prometheus_client.parser import text_string_to_metric_families
-from test_metrics import status
 
 from autoscale.cost_model import RoundCost
 from deployments.counters import LaneCounters
@@ -201,6 +201,8 @@ COUNTED: Samples = {
     ),
     **of_lane({"fallbacks_total": 1}, reason="no_draft"),
     **of_lane({"finished_requests_total": 3}, reason="length"),
+    **of_lane({"finished_requests_total": 0}, reason="stop"),
+    **of_lane({"finished_requests_total": 0}, reason="error"),
     **of_lane({"finished_requests_total": 1}, reason="overloaded"),
     **of_lane({"finished_requests_total": 1}, reason="cancelled"),
     **of_lane({"finished_requests_total": 1}, reason="invalid"),

@@ -21,8 +21,8 @@ def test_row_invariance_is_a_gauge_by_lane(row_invariant: bool | None, line: str
 
 
 def test_the_page_is_one_that_prometheus_reads() -> None:
-    """Bug guarded: a name against the conventions (a counter without `_total`, a unit that is not a base unit), a metric without
-    help, buckets that fall.
+    """Bug guarded: a name against the conventions (a counter without `_total`, a unit that is not a base unit), a metric
+    without help, buckets that fall.
     """
     page = full_page()
     for family in text_string_to_metric_families(page):

@@ -1,6 +1,7 @@
 """Alerts and dashboard as files: made by the code, taken along by kustomize, and the alerts played on series."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -79,3 +80,9 @@ def test_the_cases_find_an_alert_that_does_not_fire(tmp_path: Path) -> None:
     result = play(tmp_path, {**broken, "tests": wrong})
     assert result.returncode != 0
     assert "OutriderReportStale" in result.stdout + result.stderr
+
+
+def test_the_guide_names_every_alert() -> None:
+    """Bug guarded: somebody is woken by a name that the guide does not know, or looks for one that is gone."""
+    guide = (K8S / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(Outrider[A-Z]\w+)`", guide)) == {alert.name for alert in alerts()}

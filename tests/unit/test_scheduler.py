@@ -267,7 +267,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
 
 
 def test_the_queue_and_the_cache_are_told_as_they_are() -> None:
-    """Bug guarded: a preempted request that counts as one more, long, wait in the queue; KV cache told in blocks or as if free."""
+    """Bug guarded: a preempted request that counts as one more, long, wait in the queue; cache told in blocks."""
     lane = Lane(kv_block_size=4, kv_capacity_tokens=24)
     lane.add("old", range(1, 9), max_tokens=10)
     lane.add("young", range(11, 19), max_tokens=10)

@@ -17,17 +17,20 @@ from collections.abc import Sequence
 from autoscale.cost_model import RoundCost
 
 
-def allocate(survivals: Sequence[Sequence[float]], rate: float, cost: RoundCost, batch: float) -> list[int]:
+def allocate(
+    survivals: Sequence[Sequence[float]], rate: float, cost: RoundCost, batch: float, num_beside: int = 0
+) -> list[int]:
     """Depths of requests whose survival by position is ``survivals``, each as long as the request has room.
 
     ``rate``: Theta. ``batch``: requests to reckon with; where more are expected than are there, each stands for several.
+    ``num_beside``: further tokens of the same forward, of prompts.
     """
     if not survivals:
         return []
     share = batch / len(survivals)
     row_s, step_s = _draft_costs(cost, batch)
     slots = _slots(survivals, rate * row_s)
-    costs = _verify_costs(len(slots), rate, cost, batch, share)
+    costs = _verify_costs(len(slots), rate, cost, batch + num_beside, share)
     best: Counter[int] = Counter()
     best_worth, deepest = 0.0, max((level for _, level, _ in slots), default=0)
     for level in range(1, deepest + 1):
@@ -58,10 +61,10 @@ def _slots(survivals: Sequence[Sequence[float]], least: float) -> list[tuple[flo
     return slots
 
 
-def _verify_costs(count: int, rate: float, cost: RoundCost, batch: float, share: float) -> list[float]:
+def _verify_costs(count: int, rate: float, cost: RoundCost, num_tokens: float, share: float) -> list[float]:
     """Tokens that the target could have made in the time of 1, 2, ... more positions."""
-    alone_s = cost.target.time(batch)
-    return [rate * (cost.target.time(batch + (n + 1) * share) - alone_s) for n in range(count)]
+    alone_s = cost.target.time(num_tokens)
+    return [rate * (cost.target.time(num_tokens + (n + 1) * share) - alone_s) for n in range(count)]
 
 
 def _best_prefix(survivals: list[float], costs: list[float], row_price: float, share: float) -> tuple[float, int]:

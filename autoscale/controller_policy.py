@@ -11,7 +11,7 @@ from autoscale.cost_model import OverlapCost, RoundCost
 from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
 from autoscale.overlap import overlap_price_table
-from autoscale.price import break_even_batch, price_at, price_table
+from autoscale.price import break_even_batch, deepest_at, price_at, price_table
 from autoscale.replicas import ReplicaSignals
 from autoscale.signals import (
     ArrivalRate,
@@ -160,7 +160,7 @@ class ControllerPolicy:
         batch = max(state.actual_batch, state.predicted_batch, 1.0)
         rows = table.overlapped_prices if self._mostly_overlapped() else table.prices
         current = price_at(rows, batch) if rows else None
-        reachable = survival(state.acceptance, self._max_depth)
+        reachable = survival(state.acceptance, deepest_at(rows, batch) if rows else 0)
         return {
             "qps": state.arrival_rate,
             "predicted_batch": state.predicted_batch,
@@ -171,7 +171,7 @@ class ControllerPolicy:
             "mean_depth": state.mean_depth,
             "calibration_error": _mean([lane.report.calibration_error for lane in self._lanes.values()]),
             "price": current,
-            "depth": None if current is None else choose_depth(reachable, current, self._max_depth),
+            "depth": None if current is None else choose_depth(reachable, current, len(reachable)),
             "lanes": sorted(self._lanes),
             "break_even_batch": break_even_batch(rows),
             "hit_rate": _mean([overlap.hit_rate for overlap in self._overlapped()]),

@@ -1,5 +1,6 @@
 """What a lane decided for one round, and in one sentence why."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +36,8 @@ class LanePlan(msgspec.Struct, frozen=True):
     """By acceptance in percent: over as many positions as may pay."""
     depths: dict[str, int]
     """Answers of `autoscale.lane_policy.LanePolicy.depths` in this round."""
+    worths: dict[str, Sequence[float]]
+    """By request: what each position of its draft is worth in this round, in tokens."""
     guesses: dict[tuple[float, int], tuple[int, ...]]
     """Answers of `autoscale.lane_policy.LanePolicy.fan_out` in this round, by acceptance and draft length."""
 

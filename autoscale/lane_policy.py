@@ -1,7 +1,7 @@
 """The depth of every request of one lane, round by round: what the scheduler asks and what it reports back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from autoscale.pace import Paces
 from autoscale.prepared import OverlapLearner
 from autoscale.price import best_depth, price, price_at, throughput
 from autoscale.probing import PROBE_ALPHA, Probes
+from autoscale.prompts import PromptShare
 from autoscale.signals import DepthTable, OverlapReport, StepTimes
 from autoscale.stabilise import DwellGate, GateMemory
 from engine.types import DepthRequest, StepReport
@@ -97,6 +98,7 @@ class LanePolicy:
         self._inputs_from = self._round
         self._probes = Probes()
         self._catch_up = CatchUp()
+        self._prompts = PromptShare()
         self._drafted: set[str] = set()
         self._drafted_before: set[str] = set()
         self._prior_alpha = prior_alpha
@@ -186,7 +188,23 @@ class LanePolicy:
             if depths[index] == 0 and request.room > 0:
                 depths[index] = self._probe_depth(request.request_id, plan)
             plan.depths[request.request_id] = depths[index]
+            plan.worths[request.request_id] = worths[index]
         return depths
+
+    def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """How much of what `depths` said to verify beside ``num_prompt_tokens`` of prompts in the same forward.
+
+        Positions that cost nothing alone may cost their share beside a prompt that fills the step, and they delay its first
+        token. What the draft has prepared costs no more than its verification.
+        """
+        if self._fixed_depth is not None or not any(depths.values()):
+            return depths
+        plan, alone = self._plan_later(batch_size, now_s), self._cost.alone
+        rate = self._prompts.rate(plan.overlap.throughput if plan.overlap else plan.sequential)
+        if plan.overlap is not None:
+            rate, alone = rate * self._cost.target_slowdown, msgspec.structs.replace(alone, draft=None)
+        survivals = [plan.worths.get(request_id, ())[:depth] for request_id, depth in depths.items()]
+        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_prompt_tokens), strict=True))
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """Outcomes to prepare while a draft of ``draft_length`` tokens is verified: guesses for 0..draft_length accepted.
@@ -264,6 +282,7 @@ class LanePolicy:
         if report.num_drafted > 0:
             self._drafted_at_s = now_s
         self._catch_up.note(report)
+        self._prompts.note(report, self._cost.alone)
         self._probes.end_round()
         self._round += 1
         self._plan_is_current = False
@@ -360,7 +379,7 @@ class LanePolicy:
         alpha, alone = self._acceptance.prior, self._cost.alone
         self._refresh_inputs(self._round)
         model_alpha, cost, laws = self._inputs
-        sequential = max(throughput(_two_digits(effective), depth, model_alpha, cost.alone) for depth in self._depths)
+        sequential = self._sequential(_two_digits(effective), model_alpha, cost.alone)
         candidate = self._candidate(effective, model_alpha, cost, laws)
         is_overlapped = self._chooses_overlap(candidate, sequential, now_s)
         overlap = candidate if is_overlapped else None
@@ -390,8 +409,16 @@ class LanePolicy:
             laws=laws,
             survivals={},
             depths={},
+            worths={},
             guesses={},
         )
+
+    def _sequential(self, batch: int, alpha: float, cost: RoundCost) -> float:
+        """Tokens per second of sequential rounds. Those that make first tokens wait for no draft (`spares_first_tokens`)."""
+        best = max(throughput(batch, depth, alpha, cost) for depth in self._depths)
+        if not self.spares_first_tokens:
+            return best
+        return best - self._prompts.share * (best - throughput(batch, 0, alpha, cost))
 
     def _refresh_inputs(self, round_number: int) -> None:
         if round_number >= self._inputs_from + MODEL_ROUNDS:

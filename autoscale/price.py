@@ -77,6 +77,13 @@ def price_at(rows: Sequence[PriceRow], batch: float) -> float:
     return low_price + share * (high_price - low_price)
 
 
+def deepest_at(rows: Sequence[PriceRow], batch: float) -> int:
+    """The larger K* of the rows around a batch. A price of 0 alone would say: as deep as may be, and never mind that overlapped
+    drafts must be there in time. ``rows`` is not empty."""
+    after = min(bisect_left(rows, batch, key=lambda row: row[0]), len(rows) - 1)
+    return max(depth for _, _, depth in rows[max(after - 1, 0) : after + 1])
+
+
 def break_even_batch(rows: Sequence[PriceRow]) -> int | None:
     """The smallest batch of the table at which speculation no longer pays; None if it pays at all of them."""
     return next((batch for batch, _, depth in rows if depth == 0), None)

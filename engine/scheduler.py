@@ -1,7 +1,7 @@
 """Who takes part in the next round, with which tokens and how deep. Plain bookkeeping: no torch, no I/O, no clock."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,9 @@ class DepthPolicy(Protocol):
 
         Asked too for prompts whose drafts may be prepared beside them.
         """
+
+    def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """How much of the chosen ``depths`` (by request) to verify in a round that also processes so many prompt tokens."""
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """How many next tokens to prepare for after 0, 1, ..., ``draft_length`` accepted ones; () = prepare nothing."""
@@ -71,6 +74,10 @@ class FixedDepth:
     def choose(self, request_id: str) -> int:
         """The depth of one request in this round, if it has room; for policies that are only as simple as this one."""
         return self._depth
+
+    def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """All of it."""
+        return depths
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """The fixed number everywhere."""
@@ -281,18 +288,29 @@ class Scheduler:
         if not items:
             return
         asked = [DepthRequest(item.request.id, self._room_of(item), item.request.num_output) for item in items]
-        depths = self.policy.depths(asked, max(plan.batch_size, 1), now_s)
+        batch_size = max(plan.batch_size, 1)
+        wanted = self.policy.depths(asked, batch_size, now_s)
+        depths = self._trimmed(plan, dict(zip((item.request.id for item in items), wanted, strict=True)), now_s)
         spare = self._num_blocks - self._used_blocks()
-        for item, (_, room, _), depth in zip(items, asked, depths, strict=True):
+        for item, request, depth in zip(items, asked, wanted, strict=True):
             if item.request.state is not State.DECODING:
                 item.next_depth = depth
                 continue
-            item.next_depth = max(min(depth, room - 1), 0)  # the round makes one token at least
+            item.next_depth = max(min(depth, request.room - 1), 0)  # the round makes one token at least
+            depth = depths[request.request_id]
             length = len(item.request.ids)
             while depth and self._blocks(length + 1 + depth) - self._blocks(length + 1) > spare:
                 depth -= 1
             spare -= self._blocks(length + 1 + depth) - self._blocks(length + 1)
             item.depth = depth
+
+    def _trimmed(self, plan: Plan, wanted: dict[str, int], now_s: float) -> Mapping[str, int]:
+        """What of it is verified beside the prompts of this round. The next round may have none, so it is prepared in full."""
+        reading = [item for item in plan.items if item.request.state is not State.DECODING]
+        if not reading or len(reading) == len(plan.items):
+            return wanted
+        decoding = {item.request.id: wanted[item.request.id] for item in plan.items if item.request.state is State.DECODING}
+        return self.policy.trim(decoding, sum(item.end - item.start for item in reading), plan.batch_size, now_s)
 
     def _room_of(self, item: Planned) -> int:
         """In this round, or, for a prompt, in the first one after it has a token."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -120,6 +120,9 @@ class _Kept:
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         last, usual = self.last_depths, self.usual_depth
         return [max(min(last.get(request.request_id, usual), request.room), 0) for request in requests]
+
+    def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        return depths
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         if draft_length in self.guesses or not self.guesses:
@@ -266,9 +269,12 @@ class Lane:
         decoding = current.decoding
         batch, speculating = len(decoding), []
         asked = [DepthRequest(job.id, job.output_tokens - job.done - 1, job.done) for job in decoding]
-        depths = self._asking.depths(asked, batch, now_s) if asked else []
-        for job, depth, (_, room, _) in zip(decoding, depths, asked, strict=True):
-            job.depth = depth
+        wanted = self._asking.depths(asked, batch, now_s) if asked else []
+        depths: Mapping[str, int] = {job.id: depth for job, depth in zip(decoding, wanted, strict=True)}
+        if asked and current.reading:
+            depths = self._asking.trim(depths, sum(chunk for _, chunk in current.reading), batch, now_s)
+        for job, depth, (_, room, _) in zip(decoding, wanted, asked, strict=True):
+            job.depth = depths[job.id]
             job.next_depth = max(min(depth, room - 1), 0)
             if job.depth:
                 speculating.append(job)

@@ -237,6 +237,16 @@ def test_the_snapshot_speaks_of_the_mode_of_most_lanes():
     assert (shot["depth"], shot["overlapped_lanes"], shot["hit_rate"]) == (8, 2, 0.75)
 
 
+def test_the_snapshot_goes_no_deeper_than_the_draft_gets_in_time():
+    """Bug guarded: positions that cost nothing beside the verify make it tell the largest depth allowed."""
+    policy = ControllerPolicy(max_depth=16)
+    flat, slow = ((1, 0.03), (600, 0.03)), ((1, 0.01), (64, 0.01))
+    policy.ingest(_lane(draft_step_times=slow, target_step_times=flat, overlap=OverlapReport(is_active=True)), 0.0)
+    shot = policy.snapshot(0.0)
+    assert shot["price"] == 0.0
+    assert 1 <= shot["depth"] <= 3, "a step of 30 ms hides two or three of 10 ms"
+
+
 @pytest.mark.parametrize(
     "bad", [{"hit_rate": math.nan}, {"draft_slowdown": 0.0}, {"laws": HitLaws(lost=-1.0)}, {"hop_s": math.inf}]
 )

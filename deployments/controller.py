@@ -28,10 +28,12 @@ class Controller:
         self._cold_start = ColdStart("Draft", "process_id")
         self._lanes: dict[str, tuple[float, LaneStatus]] = {}
         self._drafts: dict[str, tuple[float, DraftReport]] = {}
+        self._last_report_unix_s: float | None = None
 
     async def report_lane(self, status: LaneStatus) -> Directory:
         """Take in a lane's load; the answer carries what the lane needs to know of the cluster."""
         now_s = time.monotonic()
+        self._last_report_unix_s = time.time()
         self._lanes[status.load.lane_id] = (now_s, status)
         self._policy.ingest(status.load, now_s)
         return self._directory(now_s)
@@ -68,6 +70,7 @@ class Controller:
         return {
             **self._policy.snapshot(now_s),
             **self._replica_snapshot(),
+            "last_report_unix_s": self._last_report_unix_s,
             "lane_details": [
                 {
                     "lane_id": lane.load.lane_id,

@@ -60,6 +60,17 @@ class Traffic(msgspec.Struct, frozen=True):
         )
 
 
+class Histogram(msgspec.Struct, frozen=True):
+    """How often values of different sizes were seen, cumulative over time."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds of the buckets, inclusive and increasing; above the last one is one more bucket."""
+    counts: tuple[int, ...]
+    """Of each bucket alone, one more than bounds."""
+    total: float
+    """Sum of the values."""
+
+
 class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What a lane tells besides its load: cumulative counters for the metrics, and why its depth is what it is."""
 
@@ -69,7 +80,7 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool = False
     """The lane finishes what it has and takes no more requests."""
     counters: dict[str, float]
-    """Cumulative since the lane started; keys as in `deployments.metrics.COUNTERS`."""
+    """Cumulative since the lane started; keys as in `deployments.metrics.COUNTERS` and `SOURCE_COUNTERS`."""
     fallbacks: dict[str, int]
     accepted_per_position: tuple[int, ...]
     drafted_per_position: tuple[int, ...]
@@ -89,6 +100,12 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Draft replica -> requests of this lane that stick to it now."""
     traffic: dict[str, Traffic] = {}
     """Over the lane's streams to its target ("target") and to drafts ("draft")."""
+    outcomes: dict[str, int] = {}
+    """How requests ended: stop, length, error, cancelled, overloaded, invalid."""
+    histograms: dict[str, Histogram] = {}
+    """Keys as in `deployments.counters.BUCKETS`."""
+    kv_used_tokens: int = 0
+    """Tokens of KV cache that running requests take, in whole blocks."""
 
 
 class LaneEntry(msgspec.Struct, frozen=True, kw_only=True):

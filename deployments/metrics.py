@@ -1,43 +1,66 @@
 """Prometheus text for the whole application, from the counters that the lanes push to the controller.
 
-Every name says its unit; every help text says how the number is made.
+Every name says its unit; every help text says how the number is made. What a lane counts carries the lane's name, which no
+other lane ever has again: one that is replaced ends its series and its successor begins new ones at 0, so no counter goes back.
+Sum over ``lane`` after `rate`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from deployments.messages import LaneStatus
 
 COUNTERS = {
-    "requests": "Requests that reached a lane.",
-    "finished_stop": "Requests that ended by EOS, a stop token or a stop string.",
-    "finished_length": "Requests that ended at max_tokens.",
-    "finished_error": "Requests that failed.",
-    "tokens": "Tokens committed and shown (a round commits accepted draft tokens plus one).",
+    "requests": "Requests that reached a lane and could be served, also those that go on there after another lane was lost.",
+    "tokens": "Tokens committed and shown (a round commits accepted draft tokens plus one); throughput = rate(tokens).",
     "rounds": "Rounds played; one target forward each.",
-    "drafted_tokens": "Draft tokens that the target verified.",
-    "accepted_tokens": "Draft tokens that were committed; acceptance rate = accepted_tokens / drafted_tokens.",
     "prefill_tokens": "Prompt tokens put through the target, repeated prefills included.",
-    "prefix_cached_tokens": "Prompt tokens taken from the prefix cache instead of being computed.",
+    "prefix_cached_tokens": "Prompt tokens taken from the prefix cache instead of being computed; hit rate of the cache = "
+    "prefix_cached_tokens / (prefix_cached_tokens + prefill_tokens).",
     "target_tokens": "Tokens put through the target: prefill, last committed tokens and draft tokens.",
     "verify_seconds": "Time of target forwards with sampling and acceptance, as the target measured it.",
-    "draft_seconds": "Time of draft forwards for the drafts of each round, as the draft measured it; 0 for rounds at depth 0.",
-    "draft_hidden_seconds": "Draft time behind a verify: max(0, draft_seconds - draft_exposed_seconds), round by round; "
-    "hidden share = draft_hidden_seconds / draft_seconds.",
-    "draft_exposed_seconds": "Time that rounds waited for drafts, hops included.",
     "prepared_seconds": "The part of draft_seconds in rounds that asked no draft: all of their drafts were prepared.",
     "prepared_exposed_seconds": "The part of draft_exposed_seconds in those rounds; hidden share on hits = 1 - "
     "prepared_exposed_seconds / prepared_seconds.",
     "draft_asked": "Requests times rounds that asked a draft and waited for the answer, because nothing was prepared.",
     "round_seconds": "Time of whole rounds: draft, hops, verify and bookkeeping.",
-    "first_tokens": "Requests that got a first token; mean time to first token = first_token_seconds / first_tokens.",
-    "first_token_seconds": "Time from a request's arrival in the router to its first token, summed.",
+    "speculating_requests": "Requests times rounds, in rounds with drafts and without prefill while the target's step times "
+    "are known: the rounds in which speculation is judged.",
+    "speculating_tokens": "Tokens committed in those rounds; accepted length = speculating_tokens / speculating_requests, "
+    "requests without a draft included.",
+    "speculating_round_seconds": "Time of those rounds; break-even accepted length = speculating_round_seconds / "
+    "speculating_plain_seconds; gain = accepted length / break-even accepted length.",
+    "speculating_plain_seconds": "Time that plain rounds of the same requests would have taken: the target's step for the "
+    "batch, as modelled from its measured steps, plus the bookkeeping of the real round.",
     "preemptions": "Requests that gave their KV cache to others and were prefilled again.",
 }
+"""Of a lane."""
+SOURCE_COUNTERS = {
+    "drafted_tokens": "Draft tokens that the target verified, by source of drafts.",
+    "accepted_tokens": "Draft tokens that were committed; acceptance rate = accepted_tokens / drafted_tokens.",
+    "draft_seconds": "Time of draft forwards for the drafts of each round, as the draft measured it; 0 for rounds at depth 0.",
+    "draft_hidden_seconds": "Draft time behind a verify: max(0, draft_seconds - draft_exposed_seconds), round by round; "
+    "hidden share = draft_hidden_seconds / draft_seconds.",
+    "draft_exposed_seconds": "Time that rounds waited for drafts, hops included.",
+}
+"""Of a lane, with the name of its source of drafts."""
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "Time to first token: from a request's arrival in its lane to the end of the round that "
+    "made its first token, queueing and prefill included. Without HTTP, tokenising, the way between Api and lane, and waiting "
+    "for a lane.",
+    "inter_token_latency_seconds": "Time between tokens, after the first: each of the n tokens of a round counts as 1/n of the "
+    "time since the round before that gave the request tokens; sum / count = mean time per output token.",
+    "queue_seconds": "From a request's arrival in its lane to the round that admitted it for the first time.",
+    "accepted_length": "Tokens by which a verify with a draft moved its request on: accepted draft tokens + 1. Mean accepted "
+    "length = sum / count; requests without a draft in a round are not counted there.",
+    "draft_depth": "Draft tokens verified per decoding request and round, 0 where there was none; mean depth = sum / count.",
+}
+"""Of a lane; the buckets are in `deployments.counters.BUCKETS`."""
 _GAUGES = {
     "qps": ("arrival_rate_per_second", "Exponentially weighted arrival rate over all lanes, requests per second."),
     "predicted_batch": (
@@ -45,7 +68,6 @@ _GAUGES = {
         "Expected requests per lane: arrival rate x mean output tokens x time per token / lanes.",
     ),
     "actual_batch": ("actual_batch", "Running requests per lane, mean."),
-    "waiting": ("waiting_requests", "Requests waiting for a place in a lane."),
     "price": ("price", "Least survival probability at which a draft position is verified, at the batch of the moment."),
     "mean_depth": ("mean_depth", "Mean draft tokens per decoding request and round over the last two seconds."),
     "hit_rate": (
@@ -66,7 +88,17 @@ _GAUGES = {
     "tokens_per_s": ("tokens_per_second", "Committed tokens per second over the last two seconds, all lanes."),
     "break_even_batch": (
         "break_even_batch",
-        "Smallest batch per lane at which the depth is 0; absent when speculation always pays.",
+        "Smallest batch per lane at which the depth is 0, by the controller's price table: 1, 2, 4, ... 256; absent while "
+        "speculation pays at all of them, or nothing is measured.",
+    ),
+    "break_even_concurrency": (
+        "break_even_concurrency",
+        "Requests in flight at which speculation stops to pay = break_even_batch * lanes; absent like break_even_batch.",
+    ),
+    "last_report_unix_s": (
+        "last_report_timestamp_seconds",
+        "Unix time at which the controller last heard of any lane; they report every controller.report_interval_s. Absent "
+        "until the first report.",
     ),
     "wanted_lanes": (
         "wanted_lanes",
@@ -82,6 +114,13 @@ _GAUGES = {
 
 
 _BY_LABEL: dict[str, tuple[str, str, Callable[[LaneStatus], dict[str, int]]]] = {
+    "finished_requests": (
+        "reason",
+        "Requests by how they ended in their lane: stop (EOS, a stop token or a stop string), length (max_tokens), error, "
+        "cancelled (the client left), overloaded (the queue was full), invalid (refused, not in requests). In flight = "
+        "requests - all but invalid. What the Api refuses by itself reaches no lane.",
+        lambda lane: lane.outcomes,
+    ),
     "fallbacks": (
         "reason",
         "Requests times rounds that ran without the draft they were to have, by reason.",
@@ -130,10 +169,40 @@ _DRAFT_GAUGES = {
 }
 
 
+_LANE_GAUGES: dict[str, tuple[str, Callable[[LaneStatus], float]]] = {
+    "running_requests": ("Requests that take part in the lane's rounds.", lambda lane: lane.load.num_running),
+    "waiting_requests": ("Requests that wait for a place in the lane.", lambda lane: lane.load.num_waiting),
+    "kv_cache_used_tokens": (
+        "Tokens of KV cache that running requests take, in whole blocks; usage = kv_cache_used_tokens / kv_cache_tokens.",
+        lambda lane: lane.kv_used_tokens,
+    ),
+    "kv_cache_tokens": (
+        "Tokens that the target's KV cache holds, in whole blocks.",
+        lambda lane: lane.target.kv_capacity_tokens // lane.target.kv_block_size * lane.target.kv_block_size,
+    ),
+}
+_CONTROLLER_COUNTERS: dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, int]]]] = {
+    "replica_changes": (
+        "kind",
+        "Changes of mind of the controller about the number of replicas, by kind: lane, draft.",
+        lambda seen: {kind: seen["replicas"][f"{kind}_changes"] for kind in ("lane", "draft")} if "replicas" in seen else {},
+    ),
+    "controller_anomalies": (
+        "kind",
+        "Broken or unusual input of the controller, by kind: bad_fields, clock_jumps, unnamed_lanes, lanes_joined, "
+        "lanes_dropped (silent for five seconds).",
+        lambda seen: seen.get("anomalies", {}),
+    ),
+}
+
+
 def render(lanes: list[LaneStatus], snapshot: dict[str, Any]) -> str:
-    """The exposition text, one series per lane where a number belongs to a lane."""
+    """The exposition text, one series per lane where a number belongs to a lane.
+
+    ``snapshot`` is `Controller.snapshot`; what it lacks or does not know has no series.
+    """
     registry = CollectorRegistry()
-    registry.register(_Collector([*_lane_metrics(lanes), *_cluster_metrics(snapshot)]))
+    registry.register(_Collector([*_lane_metrics(lanes), *_cluster_metrics(lanes, snapshot)]))
     return generate_latest(registry).decode()
 
 
@@ -165,6 +234,18 @@ def _lane_metrics(lanes: list[LaneStatus]) -> Iterator[Metric]:
         for lane in lanes:
             family.add_metric([lane.load.lane_id], lane.counters.get(name, 0.0))
         yield family
+    for name, text in SOURCE_COUNTERS.items():
+        family = CounterMetricFamily(f"outrider_{name}", text, labels=["lane", "source"])
+        for lane in lanes:
+            family.add_metric([lane.load.lane_id, lane.draft_name], lane.counters.get(name, 0.0))
+        yield family
+    yield from (_histogram(name, text, lanes) for name, text in HISTOGRAMS.items())
+    for name, (text, read) in _LANE_GAUGES.items():
+        gauge = GaugeMetricFamily(f"outrider_{name}", text, labels=["lane"])
+        for lane in lanes:
+            gauge.add_metric([lane.load.lane_id], read(lane))
+        yield gauge
+    yield _lane_info(lanes)
     yield _per_position("drafted", "Draft tokens verified", lanes)
     yield _per_position("accepted", "Draft tokens committed", lanes)
     yield from (_labelled(name, label, text, get, lanes) for name, (label, text, get) in _BY_LABEL.items())
@@ -185,6 +266,34 @@ def _lane_metrics(lanes: list[LaneStatus]) -> Iterator[Metric]:
             invariant.add_metric([lane.load.lane_id], float(lane.target.row_invariant))
     yield available
     yield invariant
+
+
+def _histogram(name: str, text: str, lanes: list[LaneStatus]) -> Metric:
+    family = HistogramMetricFamily(f"outrider_{name}", text, labels=["lane"])
+    for lane in lanes:
+        seen = lane.histograms.get(name)
+        if seen is not None:
+            bounds = [*(str(float(bound)) for bound in seen.bounds), "+Inf"]
+            family.add_metric([lane.load.lane_id], list(zip(bounds, accumulate(seen.counts), strict=True)), seen.total)
+    return family
+
+
+def _lane_info(lanes: list[LaneStatus]) -> Metric:
+    family = InfoMetricFamily("outrider_lane", "What runs in a lane; always 1.", labels=["lane"])
+    for lane in lanes:
+        target = lane.target
+        family.add_metric(
+            [lane.load.lane_id],
+            {
+                "model": target.name,
+                "device": target.device,
+                "dtype": target.dtype,
+                "path": target.path,
+                "numerics": target.numerics,
+                "source": lane.draft_name,
+            },
+        )
+    return family
 
 
 def _per_position(kind: str, text: str, lanes: list[LaneStatus]) -> Metric:
@@ -237,13 +346,31 @@ def _draft_metrics(drafts: list[dict[str, Any]]) -> Iterator[Metric]:
             yield family
 
 
-def _cluster_metrics(snapshot: dict[str, Any]) -> Iterator[Metric]:
+def _cluster_metrics(lanes: list[LaneStatus], snapshot: dict[str, Any]) -> Iterator[Metric]:
+    batch = snapshot.get("break_even_batch")
+    known = {**snapshot, "break_even_concurrency": None if batch is None else batch * len(snapshot["lanes"])}
     for key, (name, text) in _GAUGES.items():
-        value = snapshot.get(key)
+        value = known.get(key)
         if value is not None:
             yield GaugeMetricFamily(f"outrider_{name}", text, value=float(value))
     yield GaugeMetricFamily("outrider_lanes", "Lanes that reported within the last five seconds.", value=len(snapshot["lanes"]))
     yield GaugeMetricFamily(
+        "outrider_ready_lanes",
+        "Those among them that take requests; a lane that leaves only finishes what it has.",
+        value=sum(not lane.leaving for lane in lanes),
+    )
+    yield GaugeMetricFamily(
         "outrider_drafts", "Draft replicas that reported within the last five seconds.", value=len(snapshot["drafts"])
     )
+    for name, (label, text, read) in _CONTROLLER_COUNTERS.items():
+        family = CounterMetricFamily(f"outrider_{name}", text, labels=[label])
+        for value, count in read(snapshot).items():
+            family.add_metric([value], count)
+        yield family
+    if "replicas" in snapshot:
+        yield CounterMetricFamily(
+            "outrider_draft_cold_starts",
+            "Times that the controller asked for a first draft where none ran.",
+            value=snapshot["replicas"]["draft_cold_starts"],
+        )
     yield from _draft_metrics(snapshot.get("draft_details", []))

@@ -6,10 +6,12 @@ import os
 import time
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from autoscale.cost_model import RoundCost
 from autoscale.lane_policy import LanePolicy
 from autoscale.serve_adapter import WANTED_REPLICAS
 from autoscale.signals import LaneReport
@@ -89,21 +91,16 @@ class Router:
     async def _generate(self, body: bytes, caller: str, answers: Answers) -> None:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first delta."""
         request = decode(body, GenerateRequest)
-        check_request(request, self._info)
-        request = fit_to_cache(request, self._info)
-        self._counters.arrived()
-        started_s: float | None = time.monotonic()
+        with self._counters.watching(request) as watch:
+            check_request(request, self._info)
+            request = fit_to_cache(request, self._info)
+            self._counters.arrived()
 
-        def deliver(delta: Delta) -> None:
-            nonlocal started_s
-            if started_s is not None and delta.token_ids:
-                self._counters.first_token(time.monotonic() - started_s)
-                started_s = None
-            if delta.finish_reason is not None:
-                self._counters.finished(delta)
-            answers.put_nowait(delta)
+            def deliver(delta: Delta) -> None:
+                watch.saw(delta)
+                answers.put_nowait(delta)
 
-        await self._driver.play(request, deliver)
+            await self._driver.play(request, deliver)
 
     async def process_ids(self) -> dict[str, int]:
         """Of this router and its target, for tests and for people."""
@@ -240,6 +237,7 @@ class Router:
         if pool is not None:
             num_open = len(self._scheduler.running) + len(self._scheduler.waiting)
             wanted, clearly_wanted = self._policy.draft_demand(num_open, self._could_overlap, now_s)
+        counters.plain_cost = _plain_cost(self._policy)
         load = LaneReport(
             lane_id=self._lane_id,
             now_s=now_s,
@@ -262,21 +260,23 @@ class Router:
             load=load,
             address=self._address,
             leaving=self._server.leaving,
-            counters=dict(counters.totals),
-            fallbacks=dict(counters.fallbacks),
-            accepted_per_position=tuple(counters.accepted_per_position),
-            drafted_per_position=tuple(counters.drafted_per_position),
             target=self._info,
             target_pid=self._target.pid,
             draft_name=self._draft.name,
             draft_state=self._draft.state,
             explanation=self._policy.explain(),
-            hits=dict(counters.hits),
-            misses=dict(counters.misses),
             dropped_answers=dict(pool.dropped) if pool else {},
             requests_per_draft=pool.requests_per_draft if pool else {},
             traffic={"target": self._target.traffic, **({"draft": pool.traffic} if pool else {})},
+            kv_used_tokens=self._scheduler.kv_used_tokens,
+            **counters.told(),
         )
+
+
+def _plain_cost(policy: LanePolicy) -> RoundCost | None:
+    if not policy.target_step_times:
+        return None
+    return msgspec.structs.replace(RoundCost.measured(policy.target_step_times, None), context_s=policy.context_s)
 
 
 def _calibration_times() -> list[float]:

@@ -88,6 +88,8 @@ class Request:
         self.ids: list[int] = [*request.prompt_ids, *request.output_ids]
         self.state = State.WAITING
         self.arrived_s = arrived_s
+        self.was_admitted = False
+        """Whether it has left the queue before: a preempted request waits again."""
         self.target_length = 0
         """Tokens in the target's KV cache; 0 also means that the target must be told the context again."""
         self.draft_length = 0

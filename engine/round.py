@@ -238,4 +238,5 @@ def _report(
         num_preempted=plan.num_preempted,
         num_cached_tokens=cached,
         fallbacks=dict(found.fallbacks),
+        queue_times_s=scheduler.take_queue_times(),
     )

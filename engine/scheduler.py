@@ -168,6 +168,7 @@ class Scheduler:
         """Sequences that the draft may forget; told with other messages, never on its own, until one of them is answered."""
         self.outcomes = OutcomeCache(info.vocab_size)
         """What the draft prepared."""
+        self._queue_times_s: list[float] = []
         self._told: tuple[int, tuple[str, ...]] = (0, ())
         self._num_blocks = info.kv_capacity_tokens // info.kv_block_size
         self._ids: set[str] = set()
@@ -176,6 +177,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a round would do anything."""
         return bool(self.running or self.waiting or self.target_released)
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Tokens of KV cache that the running requests take, in whole blocks, with room for one more token of each."""
+        return self._used_blocks() * self.info.kv_block_size
+
+    def take_queue_times(self) -> tuple[float, ...]:
+        """Seconds that each request waited which was admitted for the first time since the last call."""
+        times, self._queue_times_s = self._queue_times_s, []
+        return tuple(times)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `Overloaded` when the queue is full, ValueError when the id is already in use."""
@@ -249,7 +260,7 @@ class Scheduler:
         """
         plan = Plan()
         self._make_room(plan)
-        self._admit()
+        self._admit(now_s)
         budget = self.prefill_tokens
         for request in self.running:
             if request.state is State.DECODING:
@@ -280,7 +291,7 @@ class Scheduler:
         batch_size = max(plan.batch_size, 1)
         wanted = self.policy.depths(asked, batch_size, now_s)
         depths = self._trimmed(plan, dict(zip((item.request.id for item in items), wanted, strict=True)), now_s)
-        spare = self._num_blocks - sum(self._blocks(len(request.ids) + 1) for request in self.running)
+        spare = self._num_blocks - self._used_blocks()
         for item, request, depth in zip(items, asked, wanted, strict=True):
             if item.request.state is not State.DECODING:
                 item.next_depth = depth
@@ -308,7 +319,7 @@ class Scheduler:
 
     def _make_room(self, plan: Plan) -> None:
         """Preempt from the youngest until the others fit with one more token each."""
-        while sum(self._blocks(len(request.ids) + 1) for request in self.running) > self._num_blocks:
+        while self._used_blocks() > self._num_blocks:
             youngest = self.running.pop()
             youngest.apply(Event.PREEMPT)
             youngest.apply(Event.REQUEUE)
@@ -317,8 +328,8 @@ class Scheduler:
             self.waiting.appendleft(youngest)
             plan.num_preempted += 1
 
-    def _admit(self) -> None:
-        used = sum(self._blocks(len(request.ids) + 1) for request in self.running)
+    def _admit(self, now_s: float) -> None:
+        used = self._used_blocks()
         while self.waiting and len(self.running) < self.max_batch:
             needed = self._blocks(len(self.waiting[0].ids) + 1)
             # A released sequence keeps its blocks until the target hears of it, which happens before the round's own items.
@@ -328,6 +339,13 @@ class Scheduler:
             request = self.waiting.popleft()
             request.apply(Event.ADMIT)
             self.running.append(request)
+            if not request.was_admitted:
+                request.was_admitted = True
+                self._queue_times_s.append(now_s - request.arrived_s)
+
+    def _used_blocks(self) -> int:
+        """With room for one more token of every running request."""
+        return sum(self._blocks(len(request.ids) + 1) for request in self.running)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.info.kv_block_size)

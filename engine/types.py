@@ -364,3 +364,5 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that were to be prefilled and that the target found in its prefix cache instead."""
     fallbacks: dict[str, int] = {}
     """Requests that ran without the draft they asked for, by reason."""
+    queue_times_s: tuple[float, ...] = ()
+    """Of each request that was admitted for the first time: from its arrival to its first round."""

@@ -1,13 +1,18 @@
 """What a lane counts of overlap and of its streams, and how it is shown."""
 
-import msgspec
-from test_metrics import status
+import asyncio
 
+import msgspec
+import pytest
+from metrics_page import status
+
+from autoscale.cost_model import RoundCost
 from deployments.counters import LaneCounters, draft_summary, overlap_summary
 from deployments.messages import DraftReport, DraftWork, LaneStatus, Traffic
 from deployments.metrics import render
-from engine.testing import model_info
-from engine.types import StepReport
+from engine.errors import InvalidRequest, Overloaded
+from engine.testing import FakeClock, model_info
+from engine.types import Delta, FinishReason, GenerateRequest, SamplingParams, StepReport
 
 
 def step(draft_time_s: float, exposed_time_s: float, **more: object) -> StepReport:
@@ -29,9 +34,7 @@ def step(draft_time_s: float, exposed_time_s: float, **more: object) -> StepRepo
 def lane_status(counters: LaneCounters) -> LaneStatus:
     return msgspec.structs.replace(
         status("lane"),
-        counters=dict(counters.totals),
-        hits=dict(counters.hits),
-        misses=dict(counters.misses),
+        **counters.told(),
         requests_per_draft={"d0": 2},
         traffic={"target": Traffic(10, 100, 200, 0.01), "draft": Traffic(10, 50, 50, 0.03)},
     )
@@ -74,8 +77,8 @@ def test_overlap_streams_and_drafts_have_series() -> None:
     assert (details["mean_merged"], details["process_id"], details["num_lanes"]) == (1.5, 7, 2)
     text = render([lane_status(counters)], {"lanes": ["lane"], "drafts": ["d0"], "draft_details": [details]})
     for line in (
-        'outrider_draft_hidden_seconds_total{lane="lane"} 0.25',
-        'outrider_draft_exposed_seconds_total{lane="lane"} 0.25',
+        'outrider_draft_hidden_seconds_total{lane="lane",source="none"} 0.25',
+        'outrider_draft_exposed_seconds_total{lane="lane",source="none"} 0.25',
         'outrider_prepared_hits_total{kind="bonus",lane="lane"} 2.0',
         'outrider_prepared_misses_total{kind="late",lane="lane"} 1.0',
         'outrider_hops_total{lane="lane",peer="draft"} 10.0',
@@ -92,3 +95,63 @@ def test_a_lane_with_one_draft_left_alone_still_has_a_source() -> None:
     for state, value in (("ok", 1.0), ("ok, but d1 is left alone", 1.0), ("no draft is running", 0.0)):
         text = render([msgspec.structs.replace(status("lane"), draft_state=state)], {"lanes": ["lane"], "drafts": []})
         assert f'outrider_draft_available{{lane="lane",source="none"}} {value}' in text.splitlines()
+
+
+def request(**more: object) -> GenerateRequest:
+    return GenerateRequest(request_id="r", prompt_ids=(1,), params=SamplingParams(), **more)  # type: ignore[arg-type]
+
+
+def delta(num_tokens: int, finish_reason: FinishReason | None = None) -> Delta:
+    return Delta(request_id="r", token_ids=(1,) * num_tokens, finish_reason=finish_reason, num_output_tokens=7)
+
+
+def test_a_request_that_goes_on_here_had_its_first_token_elsewhere() -> None:
+    """Bug guarded: a lost lane that shows as a burst of fast first tokens, or as one gap between tokens of many seconds."""
+    counters, clock = LaneCounters(), FakeClock()
+    with counters.watching(request(output_ids=(5,)), clock) as watch:
+        for _ in range(2):
+            clock.advance(0.25)
+            watch.saw(delta(1))
+    seen = counters.told()["histograms"]
+    assert sum(seen["time_to_first_token_seconds"].counts) == 0
+    assert (sum(seen["inter_token_latency_seconds"].counts), seen["inter_token_latency_seconds"].total) == (1, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (InvalidRequest("no"), "invalid"),
+        (Overloaded("full"), "overloaded"),
+        (asyncio.CancelledError(), "cancelled"),
+        (RuntimeError("broken"), "error"),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_every_request_ends_once(error: BaseException, outcome: str, finished: bool) -> None:
+    """Bug guarded: a request that is counted twice because its client hangs up after the last token, or never."""
+    counters = LaneCounters()
+
+    def serve() -> None:
+        with counters.watching(request()) as watch:
+            if finished:
+                watch.saw(delta(1, FinishReason.STOP))
+            raise error
+
+    with pytest.raises(type(error)):
+        serve()
+    assert counters.outcomes == {"stop" if finished else outcome: 1}
+    assert counters.mean_output_tokens() == (7 if finished else 0)
+
+
+def test_rounds_are_compared_with_plain_ones_only_where_that_is_fair() -> None:
+    """Bug guarded: prefill, or a round whose plain cost nobody knows, counted as time that speculation cost."""
+    counters = LaneCounters()
+    drafted = msgspec.structs.replace(step(0.0, 0.0), num_drafted=2, round_time_s=1.0)
+    counters.round_done(drafted, 0.0)
+    counters.plain_cost = RoundCost.measured(((1, 0.5),), None)
+    counters.round_done(msgspec.structs.replace(drafted, num_prefill_tokens=8), 0.0)
+    counters.round_done(step(0.0, 0.0), 0.0)
+    assert "speculating_requests" not in counters.totals
+    counters.round_done(drafted, 0.0)
+    assert counters.totals["speculating_round_seconds"] == 1.0
+    assert counters.totals["speculating_plain_seconds"] == 1.5  # all of this round is bookkeeping

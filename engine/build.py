@@ -32,8 +32,8 @@ def preflight(config: OutriderConfig) -> "LoadedTokenizer":
     """Check everything that can be checked without weights: a mistake is one line at start then, not an actor that fails.
 
     Returns the target's tokenizer.
-    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies that differ, a draft larger than its target,
-    an emulated model beside a real one.
+    Raises `ConfigError` or `ModelError`: a model that is not there, vocabularies with too little in common, a draft larger than
+    its target, an emulated model beside a real one.
     """
     use_patient_threads()
     _check_emulation(config)
@@ -47,7 +47,7 @@ def preflight(config: OutriderConfig) -> "LoadedTokenizer":
         )
     if config.draft.model is not None and not is_emulated(config.draft.model):
         draft = models.load_tokenizer(config.draft.model, "draft.model")
-        models.check_same_vocabulary(target.vocabulary, draft.vocabulary)
+        models.shared_vocabulary(target, draft)
         models.check_draft_is_smaller(_num_parameters(target), _num_parameters(draft))
     return target
 
@@ -95,6 +95,7 @@ def build_draft_model(config: OutriderConfig) -> "DraftModel":
     """
     _refuse_emulation(config)
     use_patient_threads()
+    from engine.models import load_tokenizer, shared_vocabulary
     from engine.propose.draft_model import DraftModel
     from engine.propose.self_speculation import build_self_int8
 
@@ -116,6 +117,7 @@ def build_draft_model(config: OutriderConfig) -> "DraftModel":
     loaded = _load(section.model, dtype, section.device, "draft.model")
     return DraftModel(
         loaded,
+        vocabulary=shared_vocabulary(load_tokenizer(config.target.model), loaded),
         int8=section.dtype == "int8",
         kv_capacity_tokens=section.kv_cache_tokens,
         top_n=section.top_n,

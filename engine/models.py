@@ -29,6 +29,7 @@ from transformers import modeling_gguf_pytorch_utils
 from engine.config import DEFAULT_MODEL, cache_folder
 from engine.errors import ConfigError, ModelError, OutriderError
 from engine.fetch import ALIASES, fetch
+from engine.propose.vocabulary import SharedVocabulary, Vocabulary, read_vocabulary
 from engine.testing.profiles import is_emulated, parse_emulation
 
 logger = logging.getLogger(__name__)
@@ -218,6 +219,26 @@ def check_same_vocabulary(target: VocabularyIdentity, draft: VocabularyIdentity)
             draft.name,
             draft.eos_token_ids,
         )
+
+
+def shared_vocabulary(target: LoadedTokenizer, draft: LoadedTokenizer) -> SharedVocabulary | None:
+    """What the vocabularies of two models have in common; None where every id means the same to both.
+
+    Raises `ModelError` where that is too little to draft with, or cannot be told.
+    """
+    try:
+        check_same_vocabulary(target.vocabulary, draft.vocabulary)
+    except ModelError:
+        shared = SharedVocabulary(*(_read_vocabulary(one) for one in (target, draft)))
+        shared.check()
+        logger.info("%s", shared.describe())
+        return shared
+    return None
+
+
+def _read_vocabulary(loaded: LoadedTokenizer) -> Vocabulary:
+    found = read_vocabulary(loaded.name, loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    return replace(found, fingerprint=loaded.fingerprint)
 
 
 def _looks_like_path(name: str) -> bool:

@@ -231,8 +231,8 @@ class TokenBytes:
         spelling = self._tokenizer.convert_ids_to_tokens(token_id)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", spelling):
             return bytes.fromhex(byte[1])
-        if all(character in _BYTE_OF for character in spelling):
-            return bytes(_BYTE_OF[character] for character in spelling)
+        if all(character in BYTE_OF for character in spelling):
+            return bytes(BYTE_OF[character] for character in spelling)
         return text.encode()
 
     def _decode(self, ids: list[int]) -> str:
@@ -246,4 +246,4 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()

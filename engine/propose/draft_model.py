@@ -15,6 +15,8 @@ from engine.propose.branches import Branch, Guess, Verifying, draw, guess, take_
 from engine.propose.captured import Wanted, captured_drafts, pick_rows
 from engine.propose.sequences import Sequences
 from engine.propose.tasks import Item, Task, asks_for_drafts
+from engine.propose.translated import TranslatedModel
+from engine.propose.vocabulary import SharedVocabulary
 from engine.sampling import DRAFT_PROBS
 from engine.types import (
     ModelInfo,
@@ -54,7 +56,8 @@ class DraftModel:
     tokens and ends of the text can follow), failed.
 
     With ``prefix_cache`` committed tokens whose K and V are known from another sequence with the same beginning, or from a
-    forgotten one, are not computed: whole blocks only.
+    forgotten one, are not computed: whole blocks only. With ``vocabulary`` the model has another than the target, whose ids all
+    these are (`TranslatedModel`).
     Raises `ModelError` as `load_engine_model`.
     """
 
@@ -71,6 +74,7 @@ class DraftModel:
         prefix_cache: bool = True,
         kernels: Literal["auto", "torch"] = "auto",
         name: str = "model",
+        vocabulary: SharedVocabulary | None = None,
     ):
         self.model = load_engine_model(
             loaded,
@@ -79,6 +83,8 @@ class DraftModel:
             kv_capacity_tokens=kv_capacity_tokens,
             max_context=max_context,
         )
+        if vocabulary is not None:
+            self.model = TranslatedModel(self.model, vocabulary)
         self._info = self.model.info
         self._name = name
         self._catch_up_tokens = catch_up_tokens

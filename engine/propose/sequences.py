@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from engine.propose.branches import Fork, Guess
 from engine.propose.tasks import Held, Item, Task, asks_for_drafts, committed_length, is_malformed
+from engine.propose.translated import ForkingTranslatedCache
 from engine.types import PrepareItem, ProposeItem
 from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import KVCache
@@ -21,7 +22,7 @@ class Sequences:
 
     def __init__(self, model: EngineModel):
         self._model = model
-        self._paged = model.cache if isinstance(model.cache, KVCache) else None
+        self._paged = model.cache if isinstance(model.cache, KVCache | ForkingTranslatedCache) else None
         self._said_no_fork = False
         self._held: dict[str, Held] = {}  # the longest unused first
 

@@ -20,6 +20,7 @@ LIGHT = (
     "engine.propose.ngram",
     "engine.propose.suffix",
     "engine.propose.outcomes",
+    "engine.propose.vocabulary",
     *(f"autoscale.{module.name}" for module in pkgutil.iter_modules(autoscale.__path__) if module.name != "serve_adapter"),
 )
 IMPORT_EVERYTHING = (

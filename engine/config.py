@@ -74,8 +74,8 @@ class DraftConfig(_Section):
     source: Literal["self-int8", "self-int4", "self-fp8", "layer-skip", "model", "ngram", "suffix", "none"] = Field(
         "self-int8",
         description="self-int8, self-int4, self-fp8 (GPUs only): the target's own copy with such weights; layer-skip: the "
-        "target without some of its layers; model: a named model; ngram: text itself, what followed the newest words last; suffix: "
-        "text itself, what followed them most often; none: no drafts",
+        "target without some of its layers; model: a named model; ngram: text itself, what followed the newest words last; "
+        "suffix: text itself, what followed them most often; none: no drafts",
     )
     model: str | None = Field(None, description="the draft model, for `source: model`")
     dtype: DTypeName | Literal["int8"] = Field(
@@ -92,7 +92,7 @@ class DraftConfig(_Section):
         None,
         ge=16,
         description="a draft that is a model attends to the first sink_tokens and to so many last tokens only, both rounded up "
-        "to whole blocks of the KV cache (64 tokens on CPU, 256 on GPUs), and keeps no others; for long contexts. Default: to all",
+        "to whole blocks of the KV cache (64 tokens on CPU, 256 on GPUs), and keeps no others; for long contexts; default: all",
     )
     sink_tokens: int | None = Field(
         None, ge=0, description="first tokens that stay visible beside window_tokens; default: 4, which is one block"

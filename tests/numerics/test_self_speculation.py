@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import table_lane
 import torch
 import transformers
+from table_lane import lane
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, ModelError
@@ -14,10 +16,12 @@ from engine.propose.draft_model import DraftModel
 from engine.propose.layer_skip import choose_layers, leave_out, measure, rank_layers
 from engine.propose.self_speculation import build_layer_skip, build_self_copy, check_kernels
 from engine.propose.window import ContextWindow
-from engine.types import Proposal, ProposeItem, ProposeRequest, SamplingParams, SequenceContext
+from engine.scheduler import FixedDepth
+from engine.types import GenerateRequest, Proposal, ProposeItem, ProposeRequest, SamplingParams, SequenceContext
 from engine.verify.blocks import ABSENT
 from engine.verify.linear import MAKERS
 from engine.verify.ragged import RaggedModel
+from engine.verify.target import Target
 
 VOCAB = 97
 NUM_LAYERS = 4
@@ -44,7 +48,7 @@ def tiny_model(architecture: str = "llama", **changes: Any) -> LoadedModel:
         tokenizer=None,
         config=config,
         eos_token_ids=(2,),
-        vocab_size=VOCAB,
+        vocab_size=config.vocab_size,
         max_context=1024,
         fingerprint="tiny",
         model=model,
@@ -99,7 +103,10 @@ class _HandsOn(nn.Module):
     ("architecture", "changes"),
     [
         ("llama", {}),
-        ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2}),
+        (
+            "qwen3",
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        ),
         ("gemma2", {"sliding_window": 8}),
     ],
 )
@@ -252,3 +259,55 @@ def test_a_window_needs_a_paged_cache() -> None:
     loaded = tiny_model("mamba", **config)
     with pytest.raises(ModelError, match=r"draft\.window_tokens needs a paged KV cache"):
         DraftModel(loaded, kv_capacity_tokens=1024, window=ContextWindow(64, 4))
+
+
+# --- the text stays the target's ------------------------------------------------------------------------------------------
+
+
+def play(draft: DraftModel | None, prompt: list[int]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Texts of 16 tokens, greedy and with three seeds, with drafts of three, and how many drafted tokens were accepted."""
+    target = Target(tiny_model(), kv_capacity_tokens=4096)
+    driver = lane(target, draft, FixedDepth(3))
+    for name, temperature, seed in (("greedy", 0.0, 0), ("a", 1.0, 1), ("b", 0.7, 2), ("c", 1.0, 3)):
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=16, ignore_eos=True, rule="coupled")
+        driver.add(GenerateRequest(request_id=name, prompt_ids=tuple(prompt), params=params))
+    texts: dict[str, tuple[int, ...]] = {}
+    accepted = 0
+    while driver.scheduler.running or driver.scheduler.waiting:
+        for delta in driver.step().deltas:
+            texts[delta.request_id] = texts.get(delta.request_id, ()) + delta.token_ids
+            accepted += delta.num_accepted if delta.finish_reason is not None else 0
+    return texts, accepted
+
+
+def test_no_self_speculation_changes_the_text() -> None:
+    """Bug guarded: a draft that reaches into what the target says, by weights, caches or noise that both use."""
+    prompt = random_ids(300)
+    room: dict[str, Any] = {"kv_capacity_tokens": 4096, "catch_up_tokens": 4096}
+    drafts = [
+        build_self_copy(tiny_model(), "self-int4", **room),
+        build_layer_skip(tiny_model(), (1,), **room),
+        build_layer_skip(tiny_model(), (2,), weights="int8", window=ContextWindow(64, 4), **room),
+        DraftModel(tiny_model(), window=ContextWindow(128, 0), **room),
+    ]
+    wanted, _ = play(None, prompt)
+    played = [play(draft, prompt) for draft in drafts]
+    assert [texts for texts, _ in played] == [wanted] * len(drafts)
+    assert all(accepted > 0 for _, accepted in played), played
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_text_has_the_targets_distribution_where_the_draft_is_windowed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a q that is not what was drawn from: that of another window, or of all layers."""
+    monkeypatch.setattr(table_lane, "PROMPT", table_lane.PROMPT * 16)
+    draft = build_layer_skip(
+        tiny_model(vocab_size=4, eos_token_id=None, pad_token_id=None, bos_token_id=None),
+        (1,),
+        weights="int8",
+        window=ContextWindow(16, 0),
+        kv_capacity_tokens=1 << 18,
+        catch_up_tokens=1 << 20,
+    )
+    sampled = table_lane.sample(rule, {"plain": {}}, draft, num_texts=500)["plain"]
+    assert sampled.p > table_lane.LEVEL
+    assert 0.05 < sampled.acceptance < 0.95

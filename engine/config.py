@@ -86,7 +86,7 @@ class DraftConfig(_Section):
     skip_layers: tuple[int, ...] | Literal["auto"] | None = Field(
         None,
         description="for `source: layer-skip`: indices of the decoder layers to leave out, or auto, the default: chosen while "
-        "the draft loads, by a forward per layer",
+        "the draft loads",
     )
     window_tokens: int | None = Field(
         None,

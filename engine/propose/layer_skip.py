@@ -4,8 +4,8 @@ Which ones is found while it loads, as in SWIFT (Xia et al. 2024, arXiv 2410.069
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ TEXTS = (
 """What layers are chosen on: code, story, data, explanation; some 250 tokens."""
 MOST_SKIPPED = 0.5
 """Share of the layers that may be left out when they are chosen here; half of them is far past what pays."""
+LEAST_RANKED, RANKED_SHARE = 4, 1 / 3
+"""Layers, and their share, whose absence is tried one by one."""
 NUM_TRIED = 8
 """Numbers of layers that are tried."""
 MAX_DEPTH = 8
@@ -47,7 +49,7 @@ class Skip:
     agreement: float
     """Share of the tokens of `TEXTS` after which the likeliest token stays the same."""
     cost: float
-    """Parameters of a draft step over those of a target step."""
+    """Of a draft step over a target step, if both only read their weights."""
 
     @property
     def speedup(self) -> float:
@@ -84,18 +86,19 @@ def _shorten(config: Any, kept: Sequence[int], num_layers: int) -> None:
     config.num_hidden_layers = len(kept)
 
 
-def choose_layers(loaded: LoadedModel, ids: Sequence[int] | None = None) -> Skip:
+def choose_layers(loaded: LoadedModel, ids: Sequence[int] | None = None, weight_cost: float = 1.0) -> Skip:
     """The layers whose absence is expected to pay most, of nested sets in the order of `rank_layers`.
 
-    Computes a forward per layer and `NUM_TRIED` more over ``ids``, by default `TEXTS`: seconds for small models.
+    Computes the order and two forwards for each of up to `NUM_TRIED` sets, over ``ids``, by default `TEXTS`.
+    ``weight_cost``: what a parameter of the draft costs against one of the target.
     """
     ids = calibration_ids(loaded) if ids is None else ids
     order = rank_layers(loaded, ids)
     most = max(1, int(len(order) * MOST_SKIPPED))
     numbers = sorted({max(1, round(most * (step + 1) / NUM_TRIED)) for step in range(NUM_TRIED)})
-    best = max((measure(loaded, order[:number], ids) for number in numbers), key=lambda skip: skip.speedup)
+    best = max((measure(loaded, order[:number], ids, weight_cost) for number in numbers), key=lambda skip: skip.speedup)
     logger.info(
-        "%s: without the layers %s a draft agrees with %.0f%% of its tokens at %.2f of the parameters",
+        "%s: without the layers %s a draft agrees with %.0f%% of its tokens at %.2f of the cost",
         loaded.name,
         ", ".join(map(str, best.layers)),
         100 * best.agreement,
@@ -106,18 +109,38 @@ def choose_layers(loaded: LoadedModel, ids: Sequence[int] | None = None) -> Skip
 
 @torch.inference_mode()
 def rank_layers(loaded: LoadedModel, ids: Sequence[int]) -> list[int]:
-    """Layers by how little the next tokens' distributions change without each, least first: mean KL divergence over ``ids``."""
-    layers = _decoder_layers(loaded)
-    full = _log_probs(loaded, ids)
-    changes = []
-    for layer in layers:
-        with _bypassed([layer]):
-            changes.append(float((full.exp() * (full - _log_probs(loaded, ids))).sum(dim=-1).mean()))
-    return sorted(range(len(layers)), key=changes.__getitem__)
+    """Layers by how little they matter, least first; a forward over ``ids`` for all, and one for each of a third of them.
+
+    Those that turn the hidden state least (`_angles`) come first, in the order of the mean KL divergence of the next tokens'
+    distributions with and without each.
+    """
+    layers = list(_decoder_layers(loaded))
+    full, angles = _log_probs(loaded, ids), _angles(loaded, layers, ids)
+    order = sorted(range(len(layers)), key=angles.__getitem__)
+    number = max(LEAST_RANKED, round(len(layers) * RANKED_SHARE))
+    changes: dict[int, float] = {}
+    for index in order[:number]:
+        with _bypassed([layers[index]]):
+            changes[index] = float((full.exp() * (full - _log_probs(loaded, ids))).sum(dim=-1).mean())
+    return [*sorted(changes, key=changes.__getitem__), *order[number:]]
+
+
+def _angles(loaded: LoadedModel, layers: Sequence[nn.Module], ids: Sequence[int]) -> list[float]:
+    """Mean angle between input and output of each layer: the angular distance of Gromov et al. 2024 (arXiv 2403.17887)."""
+    angles: dict[nn.Module, float] = {}
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        similarity = nn.functional.cosine_similarity(_hidden(args, kwargs).float(), out.float(), dim=-1)
+        angles[layer] = float(similarity.clamp(-1, 1).arccos().mean())
+
+    with _hooks(layers, note):
+        _log_probs(loaded, ids)
+    return [angles[layer] for layer in layers]
 
 
 @torch.inference_mode()
-def measure(loaded: LoadedModel, skipped: Sequence[int], ids: Sequence[int]) -> Skip:
+def measure(loaded: LoadedModel, skipped: Sequence[int], ids: Sequence[int], weight_cost: float = 1.0) -> Skip:
     """Agreement over ``ids``, and cost, of leaving out some layers."""
     layers = _decoder_layers(loaded)
     wanted = _log_probs(loaded, ids).argmax(dim=-1)
@@ -125,7 +148,7 @@ def measure(loaded: LoadedModel, skipped: Sequence[int], ids: Sequence[int]) -> 
         agreement = float((_log_probs(loaded, ids).argmax(dim=-1) == wanted).float().mean())
     whole = count_parameters(loaded.model)
     left_out = sum(parameter.numel() for index in skipped for parameter in layers[index].parameters())
-    return Skip(tuple(sorted(skipped)), agreement, 1 - left_out / whole)
+    return Skip(tuple(sorted(skipped)), agreement, weight_cost * (1 - left_out / whole))
 
 
 def calibration_ids(loaded: LoadedModel) -> list[int]:
@@ -140,10 +163,19 @@ def _log_probs(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
     return logits.float().log_softmax(dim=-1)
 
 
-@contextmanager
-def _bypassed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _bypassed(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let layers hand on what they are given."""
-    handles = [layer.register_forward_hook(_hand_on, with_kwargs=True) for layer in layers]
+
+    def hand_on(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = _hidden(args, kwargs)
+        return (given, *output[1:]) if isinstance(output, tuple) else given
+
+    return _hooks(layers, hand_on)
+
+
+@contextmanager
+def _hooks(layers: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:
@@ -151,9 +183,10 @@ def _bypassed(layers: Sequence[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def _hand_on(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    given = args[0] if args else kwargs["hidden_states"]
-    return (given, *output[1:]) if isinstance(output, tuple) else given
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a decoder layer is given, [..., hidden]."""
+    given: Tensor = args[0] if args else kwargs["hidden_states"]
+    return given
 
 
 def _decoder_layers(loaded: LoadedModel) -> nn.ModuleList:

@@ -13,6 +13,8 @@ from engine.verify.ragged import Weights
 
 COPIES: dict[str, Weights] = {"self-int8": "int8", "self-int4": "int4", "self-fp8": "fp8"}
 """Quantised copies of the target, by ``draft.source``."""
+INT8_COST = 0.5
+"""Of a weight in int8 against one in 16 bits, for what reads weights."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply float8."""
 
@@ -39,7 +41,9 @@ def build_layer_skip(
     The copy is taken over. Raises `ConfigError` for layers that are not there, `ModelError` for an architecture whose layers
     cannot be left out, and as `DraftModel`.
     """
-    leave_out(loaded, choose_layers(loaded).layers if skip_layers == "auto" else skip_layers)
+    if skip_layers == "auto":
+        skip_layers = choose_layers(loaded, weight_cost=1.0 if weights == "exact" else INT8_COST).layers
+    leave_out(loaded, skip_layers)
     return DraftModel(loaded, weights=weights, name="layer-skip", **options)
 
 

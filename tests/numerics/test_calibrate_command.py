@@ -77,7 +77,7 @@ def test_every_setting_is_measured_and_the_best_can_be_configured(folder: Path, 
 def test_the_lines_on_stdout_are_the_best_setting(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug guarded: the largest α wins over the largest speed-up; a refused setting, or one that does not pay, is recommended."""
+    """Bug guarded: the largest α wins over the largest speed-up; a setting that was refused or does not pay is recommended."""
     made: dict[str, Callable[[Setting], Setting]] = {
         "self-int8": lambda one: figures(one, accepted=(9, 9, 9, 9), step_s=0.9),
         "self-int4": lambda one: figures(one, accepted=(8, 6, 5, 4), step_s=0.1),

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_verify_lossless(commands)
     _add_simulate(commands)
+    _add_calibrate(commands)
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     engine = bench.add_parser("engine", help="tokens/s by batch and draft, step times, and transformers beside them")
     _add_config_options(engine)
@@ -191,6 +192,22 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     simulate.set_defaults(run=_simulate)
 
 
+def _add_calibrate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="which cheaper version of the target is worth most as its draft",
+        description="Tries quantised copies, the target without some layers and, on long texts, windows: acceptance, cost of a "
+        "step, and the speed-up to expect for one request on this device. Prints the lines for the configuration. Exit code "
+        "1: nothing pays.",
+    )
+    _add_config_options(calibrate)
+    calibrate.add_argument("--quick", action="store_true", help="fewer settings and texts")
+    calibrate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the configuration")
+    calibrate.add_argument("--temperature", type=float, default=0.0, help="of the texts and of sampling; default: 0")
+    calibrate.add_argument("--context", type=int, metavar="N", help="texts of N tokens; from 512 on windows are tried too")
+    calibrate.set_defaults(run=_calibrate)
+
+
 DEMO_PROMPT = "Write a Python function that returns the sum of a list of numbers, with a docstring and an example."
 
 
@@ -274,6 +291,19 @@ def _simulate(parsed: argparse.Namespace) -> int:
     from deployments.simulate import read_plan, run_simulate
 
     return run_simulate(read_plan(parsed), as_json=parsed.json)
+
+
+def _calibrate(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # the module below imports torch
+    from deployments.calibrate import run_calibrate
+
+    return run_calibrate(
+        read_config(parsed.config, parsed.settings),
+        quick=parsed.quick,
+        as_json=parsed.json,
+        temperature=parsed.temperature,
+        context_tokens=parsed.context,
+    )
 
 
 def _bench_engine(parsed: argparse.Namespace) -> int:

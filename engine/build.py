@@ -5,10 +5,10 @@ Importing this module is cheap; torch and transformers are imported by the funct
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoscale.lane_policy import LanePolicy
-from engine.config import OutriderConfig, use_patient_threads
+from engine.config import MODEL_SOURCES, SELF_SOURCES, OutriderConfig, use_patient_threads
 from engine.drivers import SyncDriver
 from engine.errors import ConfigError, ModelError
 from engine.propose.base import DraftSource
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_SINKS = 4
+"""As StreamingLLM's (Xiao et al. 2023, arXiv 2309.17453)."""
+
 
 def preflight(config: OutriderConfig) -> "LoadedTokenizer":
     """Check everything that can be checked without weights: a mistake is one line at start then, not an actor that fails.
@@ -41,6 +44,8 @@ def preflight(config: OutriderConfig) -> "LoadedTokenizer":
 
     target = models.load_tokenizer(config.target.model, "target.model")
     models.choose_device(config.target.device if config.target.num_gpus == 0 else "auto", "target.device")
+    if config.draft.source in SELF_SOURCES and config.drafts.num_gpus == 0 and not is_emulated(config.target.model):
+        _check_kernels(config)
     if config.target.max_context is not None and config.target.max_context > target.max_context:
         raise ConfigError(
             f"target.max_context is {config.target.max_context}, but {target.name} holds {target.max_context} tokens at most"
@@ -89,46 +94,49 @@ def build_target(config: OutriderConfig) -> "Target":
 
 
 def build_draft_model(config: OutriderConfig) -> "DraftModel":
-    """Load the draft that `draft.source` names: the target's int8 copy or a model of its own.
+    """Load the draft that `draft.source` names: a cheaper version of the target, or a model of its own.
 
-    Raises `ConfigError` for an emulated one, which has no logits.
+    Raises `ConfigError` for an emulated one, which has no logits, and where the device has no kernels for it.
     """
     _refuse_emulation(config)
     use_patient_threads()
     from engine.models import load_tokenizer, shared_vocabulary
     from engine.propose.draft_model import DraftModel
-    from engine.propose.self_speculation import build_self_int8
+    from engine.propose.self_speculation import COPIES, build_layer_skip, build_self_copy
+    from engine.propose.window import ContextWindow
 
     section = config.draft
     _use_threads(section.num_threads)
-    if section.source == "self-int8":
+    weights: Literal["exact", "int8"] = "int8" if section.dtype == "int8" else "exact"
+    dtype = "auto" if section.dtype == "int8" else section.dtype
+    window = None
+    if section.window_tokens is not None:
+        window = ContextWindow(section.window_tokens, DEFAULT_SINKS if section.sink_tokens is None else section.sink_tokens)
+    options: dict[str, Any] = {
+        "kv_capacity_tokens": section.kv_cache_tokens,
+        "top_n": section.top_n,
+        "prefix_cache": config.target.prefix_cache,
+        "kernels": config.target.kernels,
+        "window": window,
+    }
+    if section.source in SELF_SOURCES:
+        options["max_context"] = config.target.max_context
+    if section.source in COPIES:
         loaded = _load(config.target.model, config.target.dtype, section.device, "target.model")
-        return build_self_int8(
-            loaded,
-            top_n=section.top_n,
-            kv_capacity_tokens=section.kv_cache_tokens,
-            max_context=config.target.max_context,
-            prefix_cache=config.target.prefix_cache,
-            kernels=config.target.kernels,
-        )
+        return build_self_copy(loaded, section.source, **options)
+    if section.source == "layer-skip":
+        loaded = _load(config.target.model, config.target.dtype if dtype == "auto" else dtype, section.device, "target.model")
+        return build_layer_skip(loaded, section.skip_layers or "auto", weights=weights, **options)
     if section.model is None:
         raise ConfigError(f"draft.source '{section.source}' needs no draft model")
-    dtype = "auto" if section.dtype == "int8" else section.dtype
     loaded = _load(section.model, dtype, section.device, "draft.model")
-    return DraftModel(
-        loaded,
-        vocabulary=shared_vocabulary(load_tokenizer(config.target.model), loaded),
-        int8=section.dtype == "int8",
-        kv_capacity_tokens=section.kv_cache_tokens,
-        top_n=section.top_n,
-        prefix_cache=config.target.prefix_cache,
-        kernels=config.target.kernels,
-    )
+    vocabulary = shared_vocabulary(load_tokenizer(config.target.model), loaded)
+    return DraftModel(loaded, weights=weights, vocabulary=vocabulary, **options)
 
 
 def draft_is_a_model(config: OutriderConfig) -> bool:
     """Whether drafts come from a model that wants a device of its own."""
-    return config.draft.source in ("self-int8", "model")
+    return config.draft.source in MODEL_SOURCES
 
 
 def build_free_source(config: OutriderConfig) -> DraftSource:
@@ -150,8 +158,15 @@ def build_source(config: OutriderConfig) -> DraftSource | None:
 # num_gpus has one: places that Ray gives away are what lanes and drafts compete for.
 _MEANINGLESS_IN_EMULATION = {
     "target": ("dtype", "quantization", "device", "num_threads", "kernels", "numerics"),
-    "draft": ("dtype", "device", "num_threads"),
+    "draft": ("dtype", "device", "num_threads", "window_tokens"),
 }
+
+
+def _check_kernels(config: OutriderConfig) -> None:
+    from engine.models import choose_device
+    from engine.propose.self_speculation import check_kernels
+
+    check_kernels(config.draft.source, choose_device(config.draft.device, "draft.device"))
 
 
 def _check_emulation(config: OutriderConfig) -> None:
@@ -159,7 +174,7 @@ def _check_emulation(config: OutriderConfig) -> None:
     target, draft = config.target.model, config.draft.model
     if is_emulated(target):
         parse_emulation(target, "target.model")
-    if is_emulated(target) and config.draft.source == "self-int8":
+    if is_emulated(target) and config.draft.source in SELF_SOURCES:
         raise ConfigError(
             f"target.model is emulated, so there is nothing to copy: set draft.source to model and draft.model to '{target}', "
             "or draft.source to ngram, suffix or none"

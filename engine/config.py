@@ -21,6 +21,10 @@ MAX_FAN_OUT = 8
 """Most outcomes prepared per position: rows of the draft grow with it, hits hardly beyond 3."""
 MIN_SHARED_TOKENS = 1024
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+SELF_SOURCES = ("self-int8", "self-int4", "self-fp8", "layer-skip")
+"""Values of ``draft.source`` that are cheaper versions of the target."""
+MODEL_SOURCES = (*SELF_SOURCES, "model")
+"""Values of ``draft.source`` that run a model."""
 
 
 class _Section(BaseModel):
@@ -67,13 +71,32 @@ class TargetConfig(_Section):
 class DraftConfig(_Section):
     """Where draft tokens come from."""
 
-    source: Literal["self-int8", "model", "ngram", "suffix", "none"] = Field(
+    source: Literal["self-int8", "self-int4", "self-fp8", "layer-skip", "model", "ngram", "suffix", "none"] = Field(
         "self-int8",
-        description="self-int8: the target's own int8 copy; model: a named model; ngram: text itself, what followed the newest "
-        "words last; suffix: text itself, what followed them most often; none: no drafts",
+        description="self-int8, self-int4, self-fp8 (GPUs only): the target's own copy with such weights; layer-skip: the "
+        "target without some of its layers; model: a named model; ngram: text itself, what followed the newest words last; "
+        "suffix: text itself, what followed them most often; none: no drafts",
     )
     model: str | None = Field(None, description="the draft model, for `source: model`")
-    dtype: DTypeName | Literal["int8"] = Field("auto", description="int8 quantises the linear layers of a named draft")
+    dtype: DTypeName | Literal["int8"] = Field(
+        "auto",
+        description="of `source: model` and `source: layer-skip`; int8 quantises the linear layers; auto: as target.dtype, "
+        "of a named draft as its device computes",
+    )
+    skip_layers: tuple[int, ...] | Literal["auto"] | None = Field(
+        None,
+        description="for `source: layer-skip`: indices of the decoder layers to leave out, or auto, the default: chosen while "
+        "the draft loads",
+    )
+    window_tokens: int | None = Field(
+        None,
+        ge=16,
+        description="a draft that is a model attends to the first sink_tokens and to so many last tokens only, both rounded up "
+        "to whole blocks of the KV cache (64 tokens on CPU, 256 on GPUs), and keeps no others; for long contexts; default: all",
+    )
+    sink_tokens: int | None = Field(
+        None, ge=0, description="first tokens that stay visible beside window_tokens; default: 4, which is one block"
+    )
     device: str = Field("auto", description="as target.device")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
     kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
@@ -98,6 +121,31 @@ class DraftConfig(_Section):
             raise ValueError("draft.model is missing: `source: model` needs the name of a draft model")
         if self.source != "model" and self.model is not None:
             raise ValueError(f"draft.model is set but draft.source is '{self.source}': set `source: model` or remove the model")
+        return self
+
+    @model_validator(mode="after")
+    def _skip_layers_are_of_use(self) -> "DraftConfig":
+        if self.skip_layers is not None and self.source != "layer-skip":
+            raise ValueError(
+                f"draft.skip_layers is set but draft.source is '{self.source}': set `source: layer-skip` or remove it"
+            )
+        if self.skip_layers is None or self.skip_layers == "auto":
+            return self
+        if not self.skip_layers or min(self.skip_layers) < 0 or len(set(self.skip_layers)) < len(self.skip_layers):
+            raise ValueError(
+                f"draft.skip_layers must be auto, or different layers counted from 0, got {list(self.skip_layers)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_is_of_use(self) -> "DraftConfig":
+        if self.window_tokens is not None and self.source not in MODEL_SOURCES:
+            raise ValueError(
+                f"draft.window_tokens is set but draft.source '{self.source}' runs no model: remove it, or set source to "
+                f"one of {', '.join(MODEL_SOURCES)}"
+            )
+        if self.sink_tokens is not None and self.window_tokens is None:
+            raise ValueError("draft.sink_tokens is set without draft.window_tokens: set both, or remove it")
         return self
 
     @model_validator(mode="after")

@@ -124,12 +124,14 @@ def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     model = config.draft.model if source == "model" else None
     shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
     tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
+    if source != config.draft.source:
+        tree["draft"] |= {"skip_layers": None, "window_tokens": None, "sink_tokens": None}
     return parse_config(tree)
 
 
 def model_source(config: OutriderConfig) -> str:
-    """The source that runs a model: a named draft where one is configured, else the int8 copy."""
-    return "model" if config.draft.source == "model" else "self-int8"
+    """The source that runs a model: the configured one where it does, else the int8 copy."""
+    return config.draft.source if draft_is_a_model(config) else "self-int8"
 
 
 def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:

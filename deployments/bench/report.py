@@ -12,6 +12,7 @@ from rich.table import Table
 from deployments.bench.arms import Arm, Run
 from deployments.bench.floor import Curve, RoundParts
 from deployments.bench.prompts import PROMPTS
+from engine.config import MODEL_SOURCES
 from engine.types import ModelInfo
 
 CONTINUOUS = "transformers continuous batching"
@@ -106,7 +107,7 @@ def _http_ratios(measured: Measured) -> dict[str, list[float]]:
     off = measured.arm("http off")
     if off is None:
         return {}
-    source = "model" if measured.source == "model" else "self-int8"
+    source = measured.source if measured.source in MODEL_SOURCES else "self-int8"
     on, name = measured.arm(f"http {source} auto"), source.replace("-", "_")
     return {
         "http_off_vs_in_process": ratios_of_runs(off, measured.arm("plain beside the server")),

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.models import LoadedModel
 from engine.propose.branches import Branch, Guess, Verifying, draw, guess, take_all
 from engine.propose.captured import Wanted, captured_drafts, pick_rows
@@ -17,6 +18,7 @@ from engine.propose.sequences import Sequences
 from engine.propose.tasks import Item, Task, asks_for_drafts
 from engine.propose.translated import TranslatedModel
 from engine.propose.vocabulary import SharedVocabulary
+from engine.propose.window import ContextWindow
 from engine.sampling import DRAFT_PROBS
 from engine.types import (
     ModelInfo,
@@ -31,6 +33,7 @@ from engine.types import (
 )
 from engine.verify.attention import Chunk
 from engine.verify.load import load_engine_model
+from engine.verify.ragged import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class DraftModel:
-    """A `DraftSource` over a loaded model, which it takes over; with ``int8`` its linear layers are quantised.
+    """A `DraftSource` over a loaded model, which it takes over; ``weights`` other than "exact" quantise its linear layers.
 
     ``catch_up_tokens`` bounds the committed tokens that one call computes over all items before it drafts: a request beyond it
     gets "catching_up" and goes on in the next call. While others have outcomes to prepare, ``shared_catch_up_tokens`` is the
@@ -58,14 +61,18 @@ class DraftModel:
     With ``prefix_cache`` committed tokens whose K and V are known from another sequence with the same beginning, or from a
     forgotten one, are not computed: whole blocks only. With ``vocabulary`` the model has another than the target, whose ids all
     these are (`TranslatedModel`).
-    Raises `ModelError` as `load_engine_model`.
+
+    With ``window`` a forward sees only the first and the last tokens of each sequence, and the rest of its blocks is freed.
+    What is found in the prefix cache may then have been computed with other windows: another draft, not another text.
+    Raises `ModelError` as `load_engine_model`, and for a ``window`` on the stateful path, whose cache has no blocks.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         *,
-        int8: bool = False,
+        weights: Weights = "exact",
+        window: ContextWindow | None = None,
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         catch_up_tokens: int = 256,
@@ -78,7 +85,7 @@ class DraftModel:
     ):
         self.model = load_engine_model(
             loaded,
-            weights="int8" if int8 else "exact",
+            weights=weights,
             kernels=kernels,
             kv_capacity_tokens=kv_capacity_tokens,
             max_context=max_context,
@@ -93,7 +100,10 @@ class DraftModel:
         self._top_n = top_n
         self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences = Sequences(self.model)
-        self._captured = captured_drafts(self.model)
+        if window is not None and not self._sequences.can_fork:
+            raise ModelError(f"{loaded.name}: draft.window_tokens needs a paged KV cache, but {self._info.path_reason}")
+        self._window = window
+        self._captured = captured_drafts(self.model) if window is None else None
         self._num_steps = 0
 
     @property
@@ -185,7 +195,7 @@ class DraftModel:
             self._num_steps = int(logits is not None)
             branches = self._begin(ready, logits, in_use) if logits is not None else []
             while branches:
-                logits = self.model.forward([Chunk(branch.cached, [branch.last], 1) for branch in branches])
+                logits = self._forward([Chunk(branch.cached, [branch.last], 1) for branch in branches])
                 self._num_steps += 1
                 branches = self._draw(branches, logits)
         finally:
@@ -198,13 +208,24 @@ class DraftModel:
         """Say why there is nothing, and let others find what is committed, unless it gave logits that are no numbers."""
         if task.reason is None and asks_for_drafts(task.item) and not any(branch.tokens for branch in task.branches):
             task.reason = self._reason(task)
-        if not self._prefix_cache:
-            return
         pool, cached = self.model.cache.pool, task.held.cached
-        if task.reason == "bad_logits":
+        if self._prefix_cache and task.reason == "bad_logits":
             pool.forget(cached)
-        else:
+        elif self._prefix_cache:
             pool.register(cached, task.known_length)
+        if self._window is not None:
+            self._window.give_back(pool, cached, task.known_length)
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        """As `EngineModel.forward`, over what the window shows of every sequence."""
+        if self._window is None:
+            return self.model.forward(chunks)
+        seen = [self._window.view(chunk, self.model.cache.pool.block_size) for chunk in chunks]
+        logits = self.model.forward(seen)
+        for chunk, view in zip(chunks, seen, strict=True):
+            if view is not chunk:
+                chunk.sequence.ids.extend(chunk.ids)
+        return logits
 
     def _reason(self, task: Task) -> str:
         """Why nothing was drafted after a forward went well."""
@@ -244,7 +265,7 @@ class DraftModel:
                 chunks.append((task, Chunk(task.held.cached, (*committed, *ahead), len(ahead) + 1 if drafts else 0)))
         chunks.sort(key=lambda pair: isinstance(pair[0].item, PrepareItem))
         ready = [task for task, chunk in chunks if chunk.num_logits]
-        return ready, self.model.forward([chunk for _, chunk in chunks]) if chunks else None
+        return ready, self._forward([chunk for _, chunk in chunks]) if chunks else None
 
     def _budget(self, tasks: Sequence[Task]) -> int:
         """Tokens of catching up; few when an item waits for nothing but outcomes, which are wanted within a verify."""

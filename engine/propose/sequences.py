@@ -8,7 +8,7 @@ from engine.propose.branches import Fork, Guess
 from engine.propose.tasks import Held, Item, Task, asks_for_drafts, committed_length, is_malformed
 from engine.propose.translated import ForkingTranslatedCache
 from engine.types import PrepareItem, ProposeItem
-from engine.verify.blocks import OutOfBlocks
+from engine.verify.blocks import ABSENT, CachedSequence, OutOfBlocks
 from engine.verify.kv_cache import KVCache
 from engine.verify.load import EngineModel
 
@@ -102,9 +102,20 @@ class Sequences:
             length += 1
         if task.drafts:  # the last committed token is computed again for its logits
             length = min(length, total - 1)
+        length = self._whole(cached, length)
         pending = (*cached.ids[length:base], *item.tokens[max(length - base, 0) :])
         self._model.cache.truncate(cached, length)
         return pending
+
+    def _whole(self, cached: CachedSequence, length: int) -> int:
+        """``length``, or the tokens before the first absent block where the last of ``length`` tokens would lie in one.
+
+        So far back goes only a caller who repeats an old message; the rest is computed again from its ids.
+        """
+        size = self._model.cache.pool.block_size
+        if length == 0 or cached.blocks[(length - 1) // size] != ABSENT:
+            return length
+        return cached.blocks.index(ABSENT) * size
 
     # --- room ---------------------------------------------------------------------------------------------------------------
 

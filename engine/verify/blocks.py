@@ -18,13 +18,17 @@ grows into them stays in one piece, which a CPU reads in place.
 """
 
 
+ABSENT = -1
+"""In place of a block that a sequence has given back though it goes on."""
+
+
 class OutOfBlocks(Exception):
     """The KV cache has fewer free blocks than a sequence needs; nothing was taken."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CachedSequence:
-    """A sequence in the cache: K and V of exactly ``ids`` are there, in the slots of ``blocks``."""
+    """A sequence in the cache: K and V of exactly ``ids`` are there, in the slots of ``blocks``, but for those `ABSENT`."""
 
     ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -103,7 +107,16 @@ class BlockPool:
         del sequence.ids[length:]
         del sequence.keys[length // self.block_size :]
         while len(sequence.blocks) > self.blocks_for(length):  # from the end, so that no block is evicted before its successors
-            self._drop(sequence.blocks.pop())
+            block = sequence.blocks.pop()
+            if block != ABSENT:
+                self._drop(block)
+
+    def leave_out(self, sequence: CachedSequence, first: int, end: int) -> None:
+        """Give back the blocks at places ``first`` to ``end`` - 1 of a sequence that goes on without them."""
+        for index in range(first, end):
+            if sequence.blocks[index] != ABSENT:
+                self._drop(sequence.blocks[index])
+                sequence.blocks[index] = ABSENT
 
     def fork(self, sequence: CachedSequence, length: int) -> tuple[CachedSequence, Copy | None]:
         """Another sequence with the same first ``length`` tokens: it shares the full blocks and needs a copy of the rest.
@@ -114,7 +127,8 @@ class BlockPool:
         self._free_up(int(rest > 0), f"a fork after {length} tokens needs")
         forked = CachedSequence(sequence.ids[:length], sequence.blocks[:num_full], sequence.keys[:num_full])
         for block in forked.blocks:
-            self._num_owners[block] += 1
+            if block != ABSENT:
+                self._num_owners[block] += 1
         if not rest:
             return forked, None
         copy = Copy(sequence.blocks[num_full], self._take(sequence.blocks[num_full]), rest)
@@ -154,11 +168,16 @@ class BlockPool:
         return len(sequence.ids) - held
 
     def register(self, sequence: CachedSequence, length: int) -> None:
-        """Make the full blocks of the first ``length`` tokens known; where their content is known already, share that block."""
+        """Make the full blocks of the first ``length`` tokens known, up to one that is absent.
+
+        Where their content is known already, share that block.
+        """
         size, keys = self.block_size, sequence.keys
         for index in range(len(keys), length // size):
-            keys.append(content_key(_last(keys), sequence.ids[index * size : (index + 1) * size]))
             block = sequence.blocks[index]
+            if block == ABSENT:
+                return
+            keys.append(content_key(_last(keys), sequence.ids[index * size : (index + 1) * size]))
             known = self._known.get(keys[-1])
             if known is None:
                 self._know(block, keys[-1])

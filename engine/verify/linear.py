@@ -1,4 +1,4 @@
-"""Linear layers and norms that are fast at a few rows: packed once for oneDNN, fused where they share an input, or in int8."""
+"""Linear layers and norms that are fast at a few rows: packed once for oneDNN, fused where inputs are shared, or quantised."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,6 +13,10 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of siblings that transformers' attention and MLP modules apply to one and the same input."""
 INVARIANT_ROWS = 16
 """Rows of every product where no kernel is known whose sums do not depend on their number."""
+INT4_GROUP = 32
+"""Inputs that share a scale and a minimum: the fewest that torch's kernels know, since small models need them."""
+FP8_MAX = 448.0
+"""Largest value of float8_e4m3fn."""
 
 
 class Linear(Protocol):
@@ -153,6 +157,70 @@ class Int8Linear(nn.Module):
         return torch._int_mm(quantised, self._transposed) * largest
 
 
+class Int4Linear(nn.Module):
+    """int4 weights in groups of `INT4_GROUP` inputs, each with a scale and a minimum; torch's own kernels, in bfloat16.
+
+    Half the memory of int8, and coarser: activations keep their precision.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.invariant = False
+        self._num_outputs, num_inputs = weight.shape
+        self._missing = -num_inputs % INT4_GROUP
+        quantised, scales = int4_groups(nn.functional.pad(weight.detach().float(), (0, self._missing, 0, -len(weight) % 16)))
+        self.scales = _frozen(scales.to(torch.bfloat16))
+        """[groups, outputs, 2]: scale, and the value of the integer 8."""
+        self.bias = None if bias is None else _frozen(bias.to(torch.bfloat16))
+        if weight.device.type == "cuda":
+            tiles = next(count for count in (8, 4, 2) if quantised.shape[1] % (16 * count) == 0)
+            pairs = (quantised[:, ::2] << 4 | quantised[:, 1::2]).to(torch.uint8)
+            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+            self._product = torch.ops.aten._weight_int4pack_mm.default
+        else:
+            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantised, 1)
+            self._product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Linear`, in the dtype of x."""
+        rows = nn.functional.pad(x.reshape(-1, x.shape[-1]).to(torch.bfloat16), (0, self._missing))
+        out: Tensor = self._product(rows, self.packed, INT4_GROUP, self.scales)[:, : self._num_outputs]
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """As `Linear`, in the memory of ``residual``."""
+        return residual.add_(self.forward(x))
+
+
+class Fp8Linear(nn.Module):
+    """float8_e4m3fn weights with one scale per output, activations with one per row; sums in float32 on the tensor cores."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.invariant = False
+        self._num_outputs, num_inputs = weight.shape
+        self._missing = -num_inputs % 16
+        padded = nn.functional.pad(weight.detach().float(), (0, self._missing, 0, -len(weight) % 16))
+        quantised, scale = fp8_rows(padded)
+        self.quantised = _frozen(quantised)
+        self.scale = _frozen(scale.T.contiguous())
+        self.bias = None if bias is None else _frozen(bias.to(torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Linear`, in the dtype of x."""
+        rows, scale = fp8_rows(nn.functional.pad(x.reshape(-1, x.shape[-1]).float(), (0, self._missing)))
+        out = torch._scaled_mm(rows, self.quantised.t(), scale, self.scale, out_dtype=torch.bfloat16)[:, : self._num_outputs]
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """As `Linear`, in the memory of ``residual``."""
+        return residual.add_(self.forward(x))
+
+
 class PlainRMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension.
 
@@ -179,8 +247,23 @@ def fastest_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     return PackedLinear(weight, bias) if PackedLinear.supports(weight) else PlainLinear(weight, bias)
 
 
-MAKERS: dict[str, MakeLinear] = {"exact": fastest_linear, "int8": Int8Linear}
+MAKERS: dict[str, MakeLinear] = {"exact": fastest_linear, "int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear}
 """How weights are kept, by name."""
+
+
+def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [out, in] of 0 … 15, and [groups, out, 2] of (scale, value of the integer 8), from float32 [out, in]."""
+    groups = weight.view(len(weight), -1, INT4_GROUP)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / 15).clamp_min_(torch.finfo(torch.float32).tiny)
+    quantised = ((groups - low) / scale).round_().to(torch.int32).view(weight.shape)
+    return quantised, torch.cat((scale, low + 8 * scale), dim=-1).transpose(0, 1).contiguous()
+
+
+def fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn [n, in] and float32 scales [n, 1], by which it is multiplied, from float32 [n, in]."""
+    scale = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny) / FP8_MAX
+    return (rows / scale).to(torch.float8_e4m3fn), scale
 
 
 def by_row_blocks(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

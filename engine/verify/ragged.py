@@ -32,7 +32,8 @@ from engine.verify.native.model import NativeModel
 
 logger = logging.getLogger(__name__)
 
-Weights = Literal["exact", "int8"]
+Weights = Literal["exact", "int8", "int4", "fp8"]
+"""How the weights of linear layers are kept; all but the first make another model."""
 Forward = Callable[[KVCache, Sequence[Chunk]], Tensor]
 """Logits [R, V] of the wanted tokens of all chunks, or of one row where none are wanted."""
 Reference = list[tuple[list[int], Tensor]]
@@ -45,8 +46,8 @@ MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 In bfloat16 two of transformers' own attentions differ by 0.1 on a deep small model and random ids; a wrong mask or position
 gives 0.5 and more.
 """
-MAX_INT8_ERROR = 0.8
-"""int8 is another model: this only tells it from noise, whose error is about 1.4."""
+MAX_QUANTISED_ERROR = 0.8
+"""A quantised copy is another model: this only tells it from noise, whose error is about 1.4."""
 NEAR_TIE = {torch.float32: 3.2e-4, torch.bfloat16: 1.6, torch.float16: 0.2}
 """Per dtype, the margin between the two largest logits below which kernels that are not row-invariant may choose either token.
 
@@ -212,7 +213,8 @@ class RaggedModel:
 
     def _native(self) -> Forward | None:
         model = self.loaded.model
-        library = compiled_kernels() if self._kernels == "auto" and NativeModel.supports(model) else None
+        has_form = self._weights in ("exact", "int8") and self._kernels == "auto" and NativeModel.supports(model)
+        library = compiled_kernels() if has_form else None
         if library is None:
             return None
         dtype = torch.int8 if self._weights == "int8" else self.loaded.dtype
@@ -384,14 +386,13 @@ class RaggedModel:
 def describe(loaded: LoadedModel, weights: Weights, **own: Any) -> ModelInfo:
     """What a loaded model is on any path; ``own`` are the fields of `ModelInfo` that the path knows."""
     dtype = str(loaded.dtype).removeprefix("torch.")
-    int8 = weights == "int8"
     return ModelInfo(
         name=loaded.name,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
-        dtype="int8" if int8 else dtype,
-        dtype_reason=f"int8 copy of {dtype} weights" if int8 else loaded.dtype_reason,
+        dtype=dtype if weights == "exact" else weights,
+        dtype_reason=loaded.dtype_reason if weights == "exact" else f"{weights} copy of {dtype} weights",
         **own,
     )
 
@@ -413,7 +414,7 @@ def relative_error(got: Tensor, reference: Reference, vocab_size: int) -> float:
 
 def largest_error(dtype: torch.dtype, weights: Weights) -> float:
     """What `relative_error` may be."""
-    return MAX_INT8_ERROR if weights == "int8" else MAX_ERROR[dtype]
+    return MAX_ERROR[dtype] if weights == "exact" else MAX_QUANTISED_ERROR
 
 
 def median_step_times(time_step: Callable[[int], float], room: int) -> tuple[tuple[int, float], ...]:

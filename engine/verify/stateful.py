@@ -314,12 +314,12 @@ class StatefulModel:
                 f"with a cache per sequence, steps of several tokens fail the check against the plain forward ({problems[0]}), "
                 f"and steps of one too ({problems[1]}); with the architecture's own cache: {problems[2]}",
             )
-        if self._weights == "int8":
-            replace_linears(model, MAKERS["int8"])
+        if self._weights != "exact":
+            replace_linears(model, MAKERS[self._weights])
             with architecture_errors(self.loaded):
                 problem = self._check(reference)
             if problem is not None:
-                raise UnsupportedArchitecture(self.loaded, f"its int8 copy fails the check: {problem}")
+                raise UnsupportedArchitecture(self.loaded, f"its {self._weights} copy fails the check: {problem}")
         if self._one_by_one:
             return "steps of several tokens are not what single ones are, so tokens go one by one, without drafts"
         how = "cropping" if self._probe_state(1).crops else "copies of the state and replay"

@@ -34,7 +34,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def drafts() -> DraftModel:
     """int8: its sums are exact, so a row has the same bits however it is batched."""
-    return DraftModel(random_model(num_layers=4), int8=True, kv_capacity_tokens=32768, catch_up_tokens=8192)
+    return DraftModel(random_model(num_layers=4), weights="int8", kv_capacity_tokens=32768, catch_up_tokens=8192)
 
 
 def play(model: RaggedModel, counts: list[int]) -> list[Tensor]:

@@ -113,7 +113,7 @@ def test_fast_kernels_report_their_difference(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_ids_are_the_same_at_any_depth(target: Target, temperature: float) -> None:
     """Bug guarded: a text that depends on how many draft tokens were verified beside it, or on its batch."""
-    drafts = DraftModel(random_model(), int8=True, kv_capacity_tokens=16384)
+    drafts = DraftModel(random_model(), weights="int8", kv_capacity_tokens=16384)
 
     def texts(depth: int, names: str) -> dict[str, list[int]]:
         scheduler = Scheduler(target.info, FixedDepth(depth), max_batch=8, prefill_tokens=128, max_waiting=8)

@@ -11,7 +11,7 @@ import transformers
 
 from deployments.bench import floor, report
 from deployments.bench.arms import Arm, Run, Task, Text, engine_arm, take_turns, warm_up
-from deployments.bench.engine import QUICK, batch_task, comparable, with_source
+from deployments.bench.engine import QUICK, batch_task, comparable, model_source, with_source
 from deployments.bench.floor import Curve, RoundParts, measure_curve, measure_round_parts, timed_parts
 from deployments.bench.peers import Peer
 from deployments.bench.plot import check_plot_file, draw_curve
@@ -390,6 +390,15 @@ def test_every_arm_computes_every_token() -> None:
     assert with_source(config, "model").draft.model == "small"
     shared = parse_config({"draft": {"source": "suffix", "suffix_shared_tokens": 4096}})
     assert [with_source(shared, name).draft.suffix_shared_tokens for name in ("ngram", "suffix")] == [0, 4096]
+
+
+def test_the_model_source_is_the_configured_one_with_its_options() -> None:
+    """Bug guarded: `bench engine` measures the int8 copy where layers are left out, or hands a window to n-gram lookup."""
+    config = parse_config({"draft": {"source": "layer-skip", "skip_layers": [3], "window_tokens": 64, "sink_tokens": 0}})
+    assert model_source(config) == "layer-skip"
+    assert with_source(config, "layer-skip").draft == config.draft
+    assert with_source(config, "ngram").draft.window_tokens is None
+    assert model_source(parse_config({"draft": {"source": "ngram"}})) == "self-int8"
 
 
 def test_batches_are_made_of_different_prompts(engine: LocalEngine) -> None:

@@ -180,7 +180,7 @@ def test_the_real_int8_draft_prepares_what_it_would_propose() -> None:
     torch.set_num_threads(2)  # rows that share blocks may run beside each other
     loaded = load_model("smollm2")
     prompt = loaded.tokenizer.encode("The history of the city begins with a small settlement on the river, where")
-    draft = DraftModel(loaded, int8=True, kv_capacity_tokens=8192)
+    draft = DraftModel(loaded, weights="int8", kv_capacity_tokens=8192)
     for rule in ("coupled", "block"):
         known = context(prompt, temperature=0.9, rule=rule)
         (own,) = propose(draft, ask(rule, prompt, 3, known))

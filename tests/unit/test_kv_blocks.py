@@ -1,6 +1,6 @@
 import pytest
 
-from engine.verify.blocks import BlockPool, CachedSequence, Copy, OutOfBlocks, content_key
+from engine.verify.blocks import ABSENT, BlockPool, CachedSequence, Copy, OutOfBlocks, content_key
 
 SIZE = 4
 
@@ -284,3 +284,37 @@ def test_everything_can_be_forgotten() -> None:
     pool.truncate(held, 0)
     assert pool.num_free == 8
     assert sorted(grown(pool, *range(8 * SIZE)).blocks) == list(range(8))
+
+
+# --- blocks that are left out -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_free_and_is_neither_freed_nor_shared_again() -> None:
+    """Bug guarded: a block that a windowed sequence gave back is freed a second time, or held by a fork, in someone's hands."""
+    pool = BlockPool(6, SIZE)
+    sequence = grown(pool, *range(14))
+    assert pool.num_free == 2
+    pool.leave_out(sequence, 1, 3)
+    pool.leave_out(sequence, 1, 3)
+    assert (pool.num_free, sequence.blocks) == (4, [0, ABSENT, ABSENT, 3])
+    other = grown(pool, *range(50, 58))
+    assert set(other.blocks) == {1, 2}
+    forked, copy = pool.fork(sequence, 13)
+    assert copy is not None
+    assert forked.blocks[:3] == [0, ABSENT, ABSENT]
+    for one in (forked, sequence, other):
+        pool.truncate(one, 0)
+    assert pool.num_free == 6
+
+
+def test_blocks_that_are_left_out_stay_known_and_end_what_can_be_registered() -> None:
+    """Bug guarded: the place of an absent block is registered, so that a newcomer adopts block -1."""
+    pool = BlockPool(6, SIZE)
+    sequence = registered(pool, *range(8))
+    pool.leave_out(sequence, 0, 1)
+    assert found(pool, *range(8)) == [0, 1]
+    unknown = grown(pool, *range(20, 32))
+    pool.leave_out(unknown, 1, 2)
+    pool.register(unknown, 12)
+    assert len(unknown.keys) == 1
+    assert found(pool, *range(20, 32)) == unknown.blocks[:1]

@@ -29,6 +29,8 @@ class Chunk:
     sequence: CachedSequence
     ids: Sequence[int]
     num_logits: int
+    num_left_out: int = 0
+    """Tokens that the text has before the new ones and ``sequence`` has not: true positions are so much higher than places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Batch:
     tokens: Tensor
     """int64 [T]."""
     positions: Tensor
-    """int64 [T]: place in the token's own sequence."""
+    """int64 [T]: of the token in its own text."""
     slots: Tensor
     """int64 [T]: where its K and V go."""
     logit_rows: Tensor
@@ -136,7 +138,7 @@ def packed_lists(
         tokens += chunk.ids
         logit_rows[index] = list(range(len(tokens) - chunk.num_logits, len(tokens)))
         span = range(start, start + len(chunk.ids))
-        positions += span
+        positions += range(start + chunk.num_left_out, start + chunk.num_left_out + len(chunk.ids))
         slots += [blocks[p // block_size] * block_size + p % block_size for p in span]
     return tokens, positions, slots, [row for rows in logit_rows for row in rows] or [0]
 

@@ -75,7 +75,7 @@ typedef struct {
 } RowBlock;
 
 typedef struct {
-    const int64_t *tokens, *positions, *slots;      /* [T] */
+    const int64_t *tokens, *positions, *places, *slots;     /* [T]; places are positions among the keys that are there */
     const int64_t *logit_rows;                      /* [R] */
     const RowBlock *row_blocks;
     const int32_t *tables;
@@ -505,7 +505,7 @@ static void attend(
     const Model *m, const Layer *layer, const Batch *b, const RowBlock *block, int kv, const void *cache, const float *qkv,
     const Scratch *s, float *out) {
     const int dim = m->head_dim, shared = m->num_heads / m->num_kv, window = layer->window;
-    const int64_t *positions = b->positions + block->first_row;
+    const int64_t *positions = b->places + block->first_row;
     const int pairs = block->num_rows * shared;
     memset(s->out, 0, (size_t)pairs * (size_t)dim * sizeof(float));
     for (int i = 0; i < pairs; i++) s->largest[i] = -INFINITY, s->total[i] = 0;

@@ -59,7 +59,10 @@ class _Model(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = (
-        *((name, Pointer) for name in ("tokens", "positions", "slots", "logit_rows", "row_blocks", "tables", "cos", "sin")),
+        *(
+            (name, Pointer)
+            for name in ("tokens", "positions", "places", "slots", "logit_rows", "row_blocks", "tables", "cos", "sin")
+        ),
         ("caches", Pointer),
         ("num_slots", ctypes.c_int64),
         *((name, Int) for name in ("num_rows", "num_logit_rows", "num_row_blocks", "block_size", "places_first")),
@@ -105,8 +108,9 @@ class NativeModel:
         batch = pack(chunks, range(len(chunks)), block_size, self._embedding.device)
         num_rows, num_logits = len(batch.tokens), len(batch.logit_rows)
         blocks, tables = _row_blocks(chunks, block_size)
+        places = _places(batch.positions, chunks)
         self._bind(cache)
-        self._extend_rotation(max(len(chunk.sequence.ids) + len(chunk.ids) for chunk in chunks))
+        self._extend_rotation(max(len(chunk.sequence.ids) + len(chunk.ids) + chunk.num_left_out for chunk in chunks))
         num_threads = torch.get_num_threads()
         needed = self._kernels.workspace_floats(ctypes.byref(self._model), num_rows, num_threads)
         if needed > len(self._workspace):
@@ -114,6 +118,7 @@ class NativeModel:
         described = _Batch(
             tokens=batch.tokens.data_ptr(),
             positions=batch.positions.data_ptr(),
+            places=places.data_ptr(),
             slots=batch.slots.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             row_blocks=blocks.ctypes.data,
@@ -261,6 +266,13 @@ def _row_blocks(chunks: Sequence[Chunk], block_size: int) -> tuple[np.ndarray[An
         tables += chunk.sequence.blocks[: -(-(len(chunk.sequence.ids) + count) // block_size)]
         first_row += count
     return np.array(blocks, dtype=np.int32), np.array(tables, dtype=np.int32)
+
+
+def _places(positions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """int64 [T]: where the rows are in the sequences that their chunks see."""
+    if not any(chunk.num_left_out for chunk in chunks):
+        return positions
+    return positions - torch.tensor([chunk.num_left_out for chunk in chunks for _ in chunk.ids])
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:

@@ -197,8 +197,8 @@ def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "distill",
         help="make a draft of your own for a target",
         description="Samples texts from the target, trains a small model with its tokenizer to foresee them, and measures what "
-        "it is worth beside the target's int8 copy. The folder serves as draft.model, says what was measured in report.json and "
-        "README.md, and goes on with --resume when the run was killed (docs/distill.md).",
+        "it is worth beside the target's int8 copy. The folder serves as draft.model, says in its README.md what was "
+        "measured, and goes on with --resume when the run was killed (docs/distill.md).",
     )
     distill.add_argument("--target", required=True, metavar="MODEL", help="as target.model")
     distill.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new or empty folder")

@@ -27,8 +27,8 @@ from engine.types import (
 
 TEMPERATURES = {0.0: "greedy", 1.0: "coupled"}
 """Rule by temperature."""
-CUTS, QUICK_CUTS = (8, 24, 48), (8,)
-SEEDS, QUICK_SEEDS = 8, 2
+CUTS, QUICK_CUTS = (8, 40), (8,)
+SEEDS, QUICK_SEEDS = 6, 2
 MAX_DEPTH = 8
 
 

@@ -67,12 +67,12 @@ def _sample(options: DistillOptions, plan: DistillPlan, texts: tuple[str, ...]) 
         with _progress("{task.fields[rate]}", MofNCompleteColumn()) as progress:
             task = progress.add_task("sampling", total=plan.tokens, completed=stored, rate="")
 
-            def on_shard(sampled: "Sampled") -> None:
+            def on_tokens(sampled: "Sampled") -> None:
                 nonlocal last
                 last = sampled
                 progress.update(task, completed=sampled.num_tokens, rate=f"{sampled.new_tokens / sampled.seconds:.0f} tokens/s")
 
-            Sampler(engine, plan, options.out, texts).run(on_shard)
+            Sampler(engine, plan, options.out, texts).run(on_tokens)
         del engine
         gc.collect()  # the weights and the KV cache of the target make room for the training
     shards, tokens = num_stored(options.out)
@@ -95,7 +95,7 @@ def _train(options: DistillOptions, plan: DistillPlan) -> dict[str, Any]:
         trainer = Trainer(student, train_texts, held_out, recipe, options.out / CHECKPOINTS)
         trainer.resume()
     with _progress("{task.percentage:>3.0f}%", "loss {task.fields[loss]}", "agreement {task.fields[agreement]}") as progress:
-        task = progress.add_task("training", total=1.0, completed=0.0, loss="-", agreement="-")
+        task = progress.add_task("training", total=1.0, loss="-", agreement="-")
 
         def on_step(state: "TrainingState", done: float, loss: float) -> None:
             agreement = f"{state.curve[-1]['agreement']:.1%}"
@@ -131,7 +131,9 @@ def _export(out: Path, student: "Student", target: "LoadedTokenizer") -> None:
         partial.mkdir()
         student.save(partial)
         target.tokenizer.save_pretrained(partial)
+        mode = (partial / "config.json").stat().st_mode
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            path.chmod(mode)  # safetensors writes files that only their owner may read
             os.replace(path, out / path.name)
         partial.rmdir()
     except OSError as error:

@@ -86,7 +86,7 @@ STORIES = (
 TOOLS = ("read_file", "write_file", "search", "get_weather", "send_email", "list_orders", "create_event", "run_query")
 AGENT = (
     "You call tools, one JSON call per line. Calls so far:\n{calls}\nWrite the calls that do the same for {city} and {city2}.",
-    "Thought: I need the {field} of a {thing}.\nAction: {call}\nObservation: {record}\nContinue in the same format for a {thing2}.",
+    "Thought: I need the {field} of a {thing}.\nAction: {call}\nObservation: {record}\nDo the same for a {thing2}.",
     "You have these tools: {tools}. Which of them do you call, and with which arguments, to {goal}?",
     "This call failed with 'missing argument {field}': {call}\nWrite it again with the argument, then say what changed.",
 )

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from engine.errors import ConfigError, OutriderError
 from engine.scheduler import FixedDepth
 from engine.types import GenerateRequest, SamplingParams, TokenLogprob
 
-SHARD_TEXTS = 128
+SHARD_TEXTS = 64
 """A run that is killed loses at most so many; each shard ends with a batch that runs empty."""
+LEAST_TEXTS = 8
+"""In a shard: the last few tokens are not worth a batch of one or two texts each."""
 MAX_PROMPT_TOKENS = 512
 QUESTION_TOKENS = 48
 """Longest question that the target makes up itself."""
@@ -35,7 +38,7 @@ class Sampled:
     """Of this run."""
 
 
-OnShard = Callable[[Sampled], None]
+OnTokens = Callable[[Sampled], None]
 
 
 def stored_texts(out: Path) -> Iterator[list[Text]]:
@@ -62,27 +65,33 @@ class Sampler:
         self._has_template = engine.tokenizer.chat_template is not None
         self._own_prompts = [self._encode_own(number, text) for number, text in enumerate(texts, 1)]
 
-    def run(self, on_shard: OnShard = lambda sampled: None) -> None:
+    def run(self, on_tokens: OnTokens = lambda sampled: None) -> None:
         """Sample until there are enough tokens. Raises `OutriderError` when a shard cannot be written."""
         index, total = num_stored(self._out)
         before, started_s = total, time.monotonic()
+
+        def on_written(stored: int, count: int) -> None:
+            on_tokens(Sampled(stored + count, stored + count - before, time.monotonic() - started_s))
+
         while total < self._plan.tokens:
-            texts = self.shard(index, self._plan.tokens - total)
+            texts = self.shard(index, self._plan.tokens - total, partial(on_written, total))
             try:
                 write_shard(self._out / SAMPLES, index, texts)
             except OSError as error:
                 raise OutriderError(f"--out: cannot write samples to {self._out}: {error.strerror or error}") from None
             index += 1
             total += sum(text.num_output for text in texts)
-            on_shard(Sampled(total, total - before, time.monotonic() - started_s))
 
-    def shard(self, index: int, missing_tokens: int) -> list[Text]:
-        """The texts of one shard, no more than it takes to sample ``missing_tokens`` if all reach their longest."""
-        num_texts = min(SHARD_TEXTS, max(1, -(-missing_tokens // self._plan.output_tokens)))
+    def shard(self, index: int, missing_tokens: int, on_written: Callable[[int], None]) -> list[Text]:
+        """The texts of one shard, for the last ones as many as it takes when all reach their longest.
+
+        ``on_written`` is told the number of tokens so far.
+        """
+        num_texts = min(SHARD_TEXTS, max(LEAST_TEXTS, -(-missing_tokens // self._plan.output_tokens)))
         prompts = self._prompts(index, num_texts)
         seeds = random.Random(f"{self._plan.seed}/{index}/seeds")
         params = [self._params(self._plan.output_tokens, seeds, logprobs=TOP_K) for _ in prompts]
-        written = self._generate(f"shard-{index}", prompts, params)
+        written = self._generate(f"shard-{index}", prompts, params, on_written)
         return [Text.of(prompt, output) for prompt, output in zip(prompts, written, strict=True) if output]
 
     def _prompts(self, index: int, count: int) -> list[tuple[int, ...]]:
@@ -113,17 +122,24 @@ class Sampler:
         )
 
     def _generate(
-        self, name: str, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]
+        self,
+        name: str,
+        prompts: Sequence[tuple[int, ...]],
+        params: Sequence[SamplingParams],
+        on_written: Callable[[int], None] = lambda count: None,
     ) -> list[list[TokenLogprob]]:
         requests = [
             GenerateRequest(request_id=f"{name}-{i}", prompt_ids=ids, params=own)
             for i, (ids, own) in enumerate(zip(prompts, params, strict=True))
         ]
         written: dict[str, list[TokenLogprob]] = {request.request_id: [] for request in requests}
+        num_written = 0
         for delta in self._engine.generate(requests, FixedDepth(0)):
             if delta.error is not None:
                 raise OutriderError(f"the target cannot be sampled: {delta.error}")
             written[delta.request_id] += delta.logprobs or ()
+            num_written += len(delta.token_ids)
+            on_written(num_written)
         return list(written.values())
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -133,6 +149,6 @@ class Sampler:
         ids = self._encode(text)
         if not 0 < len(ids) <= MAX_PROMPT_TOKENS:
             raise ConfigError(
-                f"--prompts: prompt {number} has {len(ids)} tokens with the chat template; 1 to {MAX_PROMPT_TOKENS} are possible"
+                f"--prompts: prompt {number} has {len(ids)} tokens as a chat; 1 to {MAX_PROMPT_TOKENS} are possible"
             )
         return ids

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.distill.student import Batch, Losses, distillation_loss
 from engine.errors import ConfigError
 from engine.models import LoadedModel
 
+TIED_HEAD = "lm_head.weight"
+"""The same tensor as the embedding where a configuration ties them."""
 WIDTH_MULTIPLE = 32
 """Rows of the feed-forward layers come in multiples of this, which kernels like."""
 
@@ -30,7 +33,7 @@ class DraftStudent:
 
     @classmethod
     def build(cls, target: LoadedModel, *, layers: int, hidden: int | None, dtype: torch.dtype, seed: int) -> "DraftStudent":
-        """A student of a target loaded in float32, on the target's device; ``dtype`` is what its products are computed in.
+        """A student of a target loaded in float32, on the target's device; ``dtype`` is what the draft is stored in.
 
         Raises `ConfigError` when the shape is not possible beside this target.
         """
@@ -54,15 +57,20 @@ class DraftStudent:
         return distillation_loss(logits, batch)
 
     def save(self, folder: Path) -> None:
-        """Configuration and weights, in the dtype that they are computed in."""
-        self._model.config.dtype = self._dtype
-        state = {name: tensor.to(self._dtype) for name, tensor in self._model.state_dict().items()}
-        self._model.save_pretrained(folder, state_dict=state)
+        """Configuration and weights, the latter in the dtype that the device computes in."""
+        config, tied = self._model.config, self._model.config.tie_word_embeddings
+        config.dtype, config.architectures = self._dtype, [type(self._model).__name__]
+        state = self._model.state_dict()
+        kept = {name: tensor.to(self._dtype).contiguous() for name, tensor in state.items() if not (tied and name == TIED_HEAD)}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
+        self._model.generation_config.save_pretrained(folder)
 
     def _mixed_precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self._dtype != torch.bfloat16:  # float16 would need its gradients scaled
-            return nullcontext()
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+        """On CPU casting the weights anew in every step costs more than products in bfloat16 save (docs/log.md)."""
+        if device.type == "cuda" and self._dtype == torch.bfloat16:  # float16 would need its gradients scaled
+            return torch.autocast(device.type, dtype=torch.bfloat16)
+        return nullcontext()
 
 
 def student_config(target: Any, *, layers: int, hidden: int | None) -> Any:
@@ -131,7 +139,7 @@ def _inherit(model: Any, target: Any, config: Any) -> None:
     if getattr(inner, "norm", None) is not None:
         _copy_fitting(model.model.norm, inner.norm)
     theirs = getattr(inner, "layers", ())
-    if len(theirs) > config.num_hidden_layers:
+    if len(theirs) >= config.num_hidden_layers:
         for own, index in zip(model.model.layers, chosen_layers(config.num_hidden_layers, len(theirs)), strict=True):
             _copy_fitting(own, theirs[index])
 

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, a learning rate that warms up and falls, checkpoints, and a run that goes on where it was killed."""
+"""The training loop: AdamW, a rate that warms up and falls, checkpoints, and a run that goes on where it was killed."""
 
 import math
 import time

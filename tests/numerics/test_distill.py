@@ -1,7 +1,6 @@
 """Making drafts, on models of a few thousand weights: what is learned, what a killed run becomes, what the folder is worth."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from deployments.cli import EXIT_OK, EXIT_USAGE, main
-from deployments.distill import acceptance
+from deployments.distill import acceptance, command, sample
 from deployments.distill.sample import Sampler
+from engine import build
+from engine.build import LocalEngine, build_local_engine
 from engine.distill.checkpoints import KEPT, checkpoint_steps, save_checkpoint
-from engine.distill.draft_student import DraftStudent, chosen_layers, student_config
+from engine.distill.draft_student import DraftStudent, _inherit, chosen_layers, student_config
 from engine.distill.schedule import Budget
 from engine.distill.shards import TOP_K, Text
 from engine.distill.student import CROSS_ENTROPY_WEIGHT, Batch, distillation_loss
@@ -166,8 +167,6 @@ def test_all_layers_would_be_the_target_itself() -> None:
     config = student_config(target.config, layers=2, hidden=None)
     config.num_hidden_layers = 3
     model = transformers.LlamaForCausalLM(config).eval()
-    from engine.distill.draft_student import _inherit
-
     _inherit(model, target.model, config)
     ids = list(range(3, 20))
     torch.testing.assert_close(plain_logits(model, ids), plain_logits(target.model, ids))
@@ -292,43 +291,68 @@ def distill(target: Path, out: Path, *arguments: str) -> int:
     return main(["distill", "--target", str(target), "--out", str(out), "--quick", "--device", "cpu", *arguments])
 
 
+@pytest.fixture(scope="module")
+def engine(target_folder: Path) -> LocalEngine:
+    """Loading and measuring a model takes longer than all that is done with it here."""
+    return build_local_engine(acceptance.engine_config(str(target_folder), "cpu", {"source": "none"}))
+
+
+@pytest.fixture(autouse=True)
+def _loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "engine" in request.fixturenames:
+        loaded = request.getfixturevalue("engine")
+        monkeypatch.setattr(build, "build_local_engine", lambda config: loaded)
+
+
+def write_random_draft(target: LoadedModel, folder: Path) -> Path:
+    """A draft of the same shape that has learned nothing."""
+    folder.mkdir()
+    student = student_of(target)
+    torch.manual_seed(11)
+    for parameter in student.module.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    student.save(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
 def test_the_folder_is_a_draft_that_is_accepted_more_than_a_random_one(
-    target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target_folder: Path,
+    engine: LocalEngine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bug guarded: a folder that does not load as draft.model, weights that are not the trained ones, a report that measures
-    something else; a finished run that is done again.
+    something else, weights that only their maker may read.
     """
-    out, random = tmp_path / "out", tmp_path / "random"
+    out = tmp_path / "out"
+    target = load_model(str(target_folder), dtype="float32")
+    random = write_random_draft(target, tmp_path / "random")
+    real = acceptance.candidates
+    untrained = acceptance.Candidate("random", {"source": "model", "model": str(random)})
+    monkeypatch.setattr(acceptance, "candidates", lambda folder: (*real(folder), untrained))
     assert distill(target_folder, out, "--tokens", "2000", "--steps", "40", "--json") == EXIT_OK
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["name"] for row in report["candidates"]] == ["distilled", "distilled-int8", "self-int8"]
+    rows = {row["name"]: row["rules"] for row in report["candidates"]}
+    assert list(rows) == ["distilled", "distilled-int8", "self-int8", "random"]
+    for ours, theirs in zip(rows["distilled"], rows["random"], strict=True):
+        assert ours["accepted_share"] > theirs["accepted_share"]
     assert report["samples"]["tokens"] >= 2000
+    assert report["training"]["steps"] == 40
     assert json.loads((out / "report.json").read_text()) == report
     assert str(out) in (out / "README.md").read_text()
-    modes = {path.stat().st_mode for path in (out / "model.safetensors", out / "config.json")}
-    assert len(modes) == 1, "weights that only their maker may read"
-
-    made = load_model(str(out), dtype="float32", field="draft.model")
-    config = made.config
-    torch.manual_seed(11)
-    shutil.copytree(out, random, ignore=shutil.ignore_patterns("samples", "checkpoints"))
-    transformers.LlamaForCausalLM(config).save_pretrained(random)
-    choices = tuple(acceptance.Candidate(p.name, {"source": "model", "model": str(p)}) for p in (out, random))
-    monkeypatch.setattr(acceptance, "candidates", lambda folder: choices)
-    from engine.build import build_local_engine
-
-    engine = build_local_engine(acceptance.engine_config(str(target_folder), "cpu", {"source": "none"}))
-    trained, untrained = acceptance.measure_candidates(engine, str(out), "cpu", quick=True)
-    for ours, theirs in zip(trained["rules"], untrained["rules"], strict=True):
-        assert ours["accepted_share"] > theirs["accepted_share"]
+    assert len({path.stat().st_mode for path in (out / "model.safetensors", out / "config.json")}) == 1
 
 
 def test_a_run_killed_while_sampling_goes_on_to_the_same_texts(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target_folder: Path,
+    engine: LocalEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Bug guarded: texts that hang on interruptions, shards that are sampled again, options that are taken over in silence."""
-    from deployments.distill import command, sample
-
     monkeypatch.setattr(sample, "SHARD_TEXTS", 8)
     kept: list[list[Text]] = []
 

@@ -19,24 +19,32 @@ from deployments.distill import acceptance, command, sample
 from deployments.distill.sample import Sampler
 from engine import build
 from engine.build import LocalEngine, build_local_engine
+from engine.distill import train
 from engine.distill.checkpoints import KEPT, checkpoint_steps, save_checkpoint
 from engine.distill.draft_student import DraftStudent, _inherit, chosen_layers, student_config
 from engine.distill.schedule import Budget
 from engine.distill.shards import TOP_K, Text
 from engine.distill.student import CROSS_ENTROPY_WEIGHT, Batch, distillation_loss
-from engine.distill.train import NUM_EVALUATIONS, Recipe, Trainer
+from engine.distill.train import Recipe, Trainer
 from engine.errors import ConfigError, OutriderError
 from engine.models import LoadedModel, load_model
 from engine.types import TokenLogprob
 
 CPU = torch.device("cpu")
 NUM_TEXTS, PROMPT, LENGTH = 48, 4, 24
+EVALUATIONS = 4
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """The tensors here are so small that a second thread only waits."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints come with evaluations: with twenty of them there would be no step between two in runs as short as these."""
+    monkeypatch.setattr(train, "NUM_EVALUATIONS", EVALUATIONS)
 
 
 class Killed(Exception):
@@ -213,7 +221,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(kill_after: int, tmp_path: Path) 
     """
     target = tiny_target()
     texts = texts_of(target)
-    whole = trainer(target, texts, tmp_path / "whole")
+    whole = trainer(target, texts, tmp_path / "whole", steps=16)
     expected = whole.run()
 
     def kill(state: Any, progress: float, loss: float) -> None:
@@ -221,9 +229,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(kill_after: int, tmp_path: Path) 
             raise Killed
 
     with pytest.raises(Killed):
-        trainer(target, texts, tmp_path / "killed").run(kill)
-    second = trainer(target, texts, tmp_path / "killed")
-    assert second.resume() is (kill_after >= 40 // NUM_EVALUATIONS)
+        trainer(target, texts, tmp_path / "killed", steps=16).run(kill)
+    second = trainer(target, texts, tmp_path / "killed", steps=16)
+    assert second.resume() is (kill_after >= 16 // EVALUATIONS)
     found = second.run()
     for row in (*expected.curve, *found.curve):
         del row["seconds"]
@@ -244,18 +252,18 @@ def test_the_student_ends_with_its_best_weights(tmp_path: Path) -> None:
     """Bug guarded: the last weights of a run that had begun to learn its texts by heart are served."""
     target = tiny_target()
     texts = texts_of(target)
-    trained = trainer(target, texts, tmp_path, steps=20)
+    trained = trainer(target, texts, tmp_path, steps=8)
     trained.state.curve.append({"step": 0, "divergence": 1e9})
-    scores = iter([3.0, 1.0, *([2.0] * 18)])
+    scores = iter([3.0, 1.0, 2.0, 2.0])
     best: dict[str, torch.Tensor] = {}
 
     def evaluate() -> None:
         trained.state.curve.append({"step": trained.state.step, "divergence": next(scores)})
-        if trained.state.step == 2:
+        if trained.state.step == 4:
             best.update(weights(trained))
 
     trained._evaluate = evaluate  # type: ignore[method-assign]
-    assert trained.run().best_step == 2
+    assert trained.run().best_step == 4
     assert all(torch.equal(tensor, best[name]) for name, tensor in weights(trained).items())
 
 

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify_lossless(commands)
     _add_simulate(commands)
     _add_calibrate(commands)
+    _add_distill(commands)
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     engine = bench.add_parser("engine", help="tokens/s by batch and draft, step times, and transformers beside them")
     _add_config_options(engine)
@@ -208,6 +209,32 @@ def _add_calibrate(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     calibrate.set_defaults(run=_calibrate)
 
 
+def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    distill = commands.add_parser(
+        "distill",
+        help="make a draft of your own for a target",
+        description="Samples texts from the target, trains a small model with its tokenizer to foresee them, and measures what "
+        "it is worth beside the target's int8 copy. The folder serves as draft.model, says in its README.md what was "
+        "measured, and goes on with --resume when the run was killed (docs/distill.md).",
+    )
+    distill.add_argument("--target", required=True, metavar="MODEL", help="as target.model")
+    distill.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new or empty folder")
+    distill.add_argument("--kind", help="what to make: draft (a small model); default: draft")
+    distill.add_argument("--layers", type=int, metavar="N", help="of the draft; default: 4, with --quick 2")
+    distill.add_argument("--hidden", type=int, metavar="H", help="width of the draft; default: the target's")
+    distill.add_argument("--tokens", type=int, metavar="N", help="to sample; default: 2,000,000, with --quick 2,000")
+    distill.add_argument("--temperature", type=float, metavar="T", help="that texts are sampled at; default: 1")
+    distill.add_argument("--prompts", type=Path, metavar="FILE", help='of a third of the texts: a {"prompt": "..."} per line')
+    distill.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default: about 3 passes over the samples")
+    distill.add_argument("--minutes", type=float, metavar="M", help="train for so long instead, sampling not counted")
+    distill.add_argument("--seed", type=int, help="of prompts, sampling, and order; default: 0")
+    distill.add_argument("--device", default="auto", help="as target.device")
+    distill.add_argument("--resume", action="store_true", help="go on with the run in the folder; its options hold")
+    distill.add_argument("--quick", action="store_true", help="a run to see that it works: about a minute")
+    distill.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    distill.set_defaults(run=_distill)
+
+
 DEMO_PROMPT = "Write a Python function that returns the sum of a list of numbers, with a docstring and an example."
 
 
@@ -304,6 +331,14 @@ def _calibrate(parsed: argparse.Namespace) -> int:
         temperature=parsed.temperature,
         context_tokens=parsed.context,
     )
+
+
+def _distill(parsed: argparse.Namespace) -> int:
+    from deployments.distill.command import run_distill
+    from deployments.distill.plan import DistillOptions
+
+    options = DistillOptions(**{option.name: getattr(parsed, option.name) for option in fields(DistillOptions)})
+    return run_distill(options, as_json=parsed.json)
 
 
 def _bench_engine(parsed: argparse.Namespace) -> int:

@@ -1,0 +1,421 @@
+"""Making drafts, on models of a few thousand weights: what is learned, what a killed run becomes, what the folder is worth."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_models import VOCAB, plain_logits, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from deployments.cli import EXIT_OK, EXIT_USAGE, main
+from deployments.distill import acceptance, command, sample
+from deployments.distill.sample import Sampler
+from engine import build
+from engine.build import LocalEngine, build_local_engine
+from engine.distill import train
+from engine.distill.checkpoints import KEPT, checkpoint_steps, save_checkpoint
+from engine.distill.draft_student import DraftStudent, _inherit, chosen_layers, student_config
+from engine.distill.schedule import Budget
+from engine.distill.shards import TOP_K, Text
+from engine.distill.student import CROSS_ENTROPY_WEIGHT, Batch, distillation_loss
+from engine.distill.train import Recipe, Trainer
+from engine.errors import ConfigError, OutriderError
+from engine.models import LoadedModel, load_model
+from engine.types import TokenLogprob
+
+CPU = torch.device("cpu")
+NUM_TEXTS, PROMPT, LENGTH = 48, 4, 24
+EVALUATIONS = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The tensors here are so small that a second thread only waits."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints come with evaluations: with twenty of them there would be no step between two in runs as short as these."""
+    monkeypatch.setattr(train, "NUM_EVALUATIONS", EVALUATIONS)
+
+
+class Killed(Exception):
+    """Stands for a signal."""
+
+
+def tiny_target() -> LoadedModel:
+    return tiny_model("llama", initializer_range=0.1)
+
+
+def texts_of(target: LoadedModel, count: int = NUM_TEXTS) -> list[Text]:
+    """Texts that the target wrote at temperature 1, with its likeliest tokens."""
+    ids = torch.randint(3, VOCAB, (count, PROMPT))
+    top: list[Any] = []
+    with torch.inference_mode():
+        for _ in range(LENGTH - PROMPT):
+            logprobs = torch.log_softmax(target.model(input_ids=ids, use_cache=False).logits[:, -1].float(), dim=-1)
+            top.append(logprobs.topk(TOP_K))
+            ids = torch.cat([ids, torch.multinomial(logprobs.exp(), 1)], dim=1)
+    return [
+        Text.of(
+            ids[row, :PROMPT].tolist(),
+            [
+                TokenLogprob(
+                    int(ids[row, PROMPT + step]),
+                    0.0,
+                    tuple(zip(found.indices[row].tolist(), found.values[row].tolist(), strict=True)),
+                )
+                for step, found in enumerate(top)
+            ],
+        )
+        for row in range(count)
+    ]
+
+
+def student_of(target: LoadedModel, **changes: Any) -> DraftStudent:
+    return DraftStudent.build(target, **{"layers": 2, "hidden": None, "dtype": torch.float32, "seed": 0, **changes})
+
+
+def trainer(target: LoadedModel, texts: list[Text], folder: Path, steps: int = 40) -> Trainer:
+    recipe = Recipe(Budget(steps=steps), learning_rate=3e-3, batch_texts=8, part_texts=3, seed=1)
+    return Trainer(student_of(target), texts[8:], texts[:8], recipe, folder)
+
+
+def weights(trained: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trained.student.module.state_dict().items()}
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------------
+
+
+def batch(target: torch.Tensor, next_ids: list[int], k: int) -> Batch:
+    """Rows whose target distribution is ``target`` [N, V], known at its k likeliest tokens."""
+    top = torch.log_softmax(target, dim=-1).topk(k)
+    rows = torch.arange(len(target))
+    return Batch(torch.zeros(1, len(target), dtype=torch.long), rows, torch.tensor(next_ids), top.indices, top.values)
+
+
+@pytest.mark.parametrize("k", [5, 12])
+def test_loss_is_the_divergence_over_top_tokens_and_the_rest(k: int) -> None:
+    """Bug guarded: a rest that is forgotten, so that the student gains by moving probability out of the top tokens."""
+    ours, theirs, next_ids = torch.randn(3, 12), 2 * torch.randn(3, 12), [1, 7, 11]
+    losses = distillation_loss(ours, batch(theirs, next_ids, k))
+    p, q = torch.softmax(theirs.double(), dim=-1), torch.softmax(ours.double(), dim=-1)
+    order = p.argsort(dim=-1, descending=True)
+    p, ordered = p.gather(1, order), q.gather(1, order)
+    divergence = (p[:, :k] * (p[:, :k] / ordered[:, :k]).log()).sum()
+    if k < 12:
+        p_rest, q_rest = p[:, k:].sum(dim=1), ordered[:, k:].sum(dim=1)
+        divergence += (p_rest * (p_rest / q_rest).log()).sum()
+    cross_entropy = -q[torch.arange(3), torch.tensor(next_ids)].log().sum()
+    assert losses.divergence == pytest.approx(float(divergence), rel=1e-4)
+    assert float(losses.total) == pytest.approx(float(divergence + CROSS_ENTROPY_WEIGHT * cross_entropy), rel=1e-4)
+    assert losses.agreement == float((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum())
+    assert losses.overlap == pytest.approx(float(torch.minimum(p[:, :k], ordered[:, :k]).sum()), rel=1e-4)
+
+
+def test_impossible_filler_changes_nothing() -> None:
+    """Bug guarded: NaN gradients from tokens of probability 0, which a vocabulary below the stored number is filled up with."""
+    logits = torch.randn(2, 6, requires_grad=True)
+    full = batch(torch.randn(2, 6), [0, 1], 6)
+    filled = Batch(
+        full.ids,
+        full.rows,
+        full.next_ids,
+        torch.cat([full.top_ids, torch.zeros(2, 3, dtype=torch.long)], dim=1),
+        torch.cat([full.top_logprobs, torch.full((2, 3), -torch.inf)], dim=1),
+    )
+    ours, theirs = (float(distillation_loss(logits, one).total.detach()) for one in (filled, full))
+    assert ours == pytest.approx(theirs)
+    distillation_loss(logits, filled).total.backward()
+    assert logits.grad is not None
+    assert bool(logits.grad.isfinite().all())
+
+
+def test_rows_of_a_batch_are_those_before_what_the_target_wrote() -> None:
+    """Bug guarded: off by one, where the student sees the token that it is to foresee, or filling that shifts the texts."""
+    long, short = (
+        Text.of(prompt, [TokenLogprob(token, 0.0, ((token, -0.1),)) for token in output])
+        for prompt, output in (((5, 6, 7), (8, 9)), ((10,), (11,)))
+    )
+    packed = Batch.of([short, long], CPU)
+    assert packed.ids.tolist() == [[10, 11, 0, 0, 0], [5, 6, 7, 8, 9]]
+    assert packed.ids.flatten()[packed.rows].tolist() == [10, 7, 8]
+    assert packed.next_ids.tolist() == packed.top_ids[:, 0].tolist() == [11, 8, 9]
+
+
+# --- student ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_student_of_the_same_width_is_made_of_the_target() -> None:
+    """Bug guarded: a random start, which costs millions of tokens; an embedding that is trained away from the target's."""
+    target = tiny_target()
+    model: Any = student_of(target).module
+    assert chosen_layers(2, 3) == [0, 2]
+    for own, index in zip(model.model.layers, (0, 2), strict=True):
+        theirs = dict(target.model.model.layers[index].named_parameters())
+        assert all(torch.equal(parameter, theirs[name]) for name, parameter in own.named_parameters())
+    assert torch.equal(model.lm_head.weight, target.model.lm_head.weight)
+    assert not model.lm_head.weight.requires_grad
+    assert not model.model.embed_tokens.weight.requires_grad
+    assert all(parameter.requires_grad for parameter in model.model.layers.parameters())
+
+
+def test_all_layers_would_be_the_target_itself() -> None:
+    """Bug guarded: parts copied to the wrong place, norms or rotary settings that are not the target's."""
+    target = tiny_target()
+    config = student_config(target.config, layers=2, hidden=None)
+    config.num_hidden_layers = 3
+    model = transformers.LlamaForCausalLM(config).eval()
+    _inherit(model, target.model, config)
+    ids = list(range(3, 20))
+    torch.testing.assert_close(plain_logits(model, ids), plain_logits(target.model, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2"])
+def test_a_narrower_student_of_any_family_learns_its_embedding(family: str) -> None:
+    """Bug guarded: widths that no head divides; families whose configuration names its fields otherwise."""
+    target = tiny_model(family)
+    student = student_of(target, layers=1, hidden=16)
+    losses = student.loss(Batch.of(texts_of(target, 2), CPU))
+    losses.total.backward()
+    embedding: Any = student.module.get_input_embeddings().weight  # type: ignore[operator]
+    assert embedding.shape == (VOCAB, 16)
+    assert embedding.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"layers": 3}, "--layers 3"), ({"hidden": 20}, "--hidden 20"), ({"hidden": 64}, "--hidden 64")],
+)
+def test_shapes_that_do_not_fit_are_refused(changes: dict[str, int], message: str) -> None:
+    """Bug guarded: a draft as deep as its target, or a traceback about shapes of tensors."""
+    with pytest.raises(ConfigError, match=message):
+        student_config(tiny_target().config, **{"layers": 2, "hidden": None, **changes})
+
+
+# --- training ---------------------------------------------------------------------------------------------------------------
+
+
+def test_training_makes_the_student_agree_with_its_target(tmp_path: Path) -> None:
+    """Bug guarded: gradients that do not arrive, or a curve that measures the texts that were learned."""
+    target = tiny_target()
+    curve = trainer(target, texts_of(target), tmp_path).run().curve
+    assert curve[-1]["divergence"] < 0.7 * curve[0]["divergence"]
+    assert curve[-1]["agreement"] > curve[0]["agreement"]
+    assert curve[-1]["trained_tokens"] == 40 * 8 * (LENGTH - PROMPT)
+
+
+@pytest.mark.parametrize("kill_after", [1, 7])
+def test_a_killed_run_goes_on_to_the_same_bits(kill_after: int, tmp_path: Path) -> None:
+    """Bug guarded: an optimizer, a learning rate or an order of texts that begins anew where the run goes on. Killed between
+    two checkpoints: the steps since the last one are done again, and before the first one: all of them.
+    """
+    target = tiny_target()
+    texts = texts_of(target)
+    whole = trainer(target, texts, tmp_path / "whole", steps=16)
+    expected = whole.run()
+
+    def kill(state: Any, progress: float, loss: float) -> None:
+        if state.step == kill_after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer(target, texts, tmp_path / "killed", steps=16).run(kill)
+    second = trainer(target, texts, tmp_path / "killed", steps=16)
+    assert second.resume() is (kill_after >= 16 // EVALUATIONS)
+    found = second.run()
+    for row in (*expected.curve, *found.curve):
+        del row["seconds"]
+    assert found.curve == expected.curve
+    ours, theirs = weights(second), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_best_and_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    """Bug guarded: a disk that fills up, or an overfitted end that has replaced the best weights."""
+    module = torch.nn.Linear(2, 2)
+    for step in range(1, 8):
+        save_checkpoint(tmp_path, step, module, {"step": step}, best_step=2 if step > 1 else 1)
+    assert checkpoint_steps(tmp_path) == [2, *range(8 - KEPT, 8)]
+
+
+def test_the_student_ends_with_its_best_weights(tmp_path: Path) -> None:
+    """Bug guarded: the last weights of a run that had begun to learn its texts by heart are served."""
+    target = tiny_target()
+    texts = texts_of(target)
+    trained = trainer(target, texts, tmp_path, steps=8)
+    trained.state.curve.append({"step": 0, "divergence": 1e9})
+    scores = iter([3.0, 1.0, 2.0, 2.0])
+    best: dict[str, torch.Tensor] = {}
+
+    def evaluate() -> None:
+        trained.state.curve.append({"step": trained.state.step, "divergence": next(scores)})
+        if trained.state.step == 4:
+            best.update(weights(trained))
+
+    trained._evaluate = evaluate  # type: ignore[method-assign]
+    assert trained.run().best_step == 4
+    assert all(torch.equal(tensor, best[name]) for name, tensor in weights(trained).items())
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    """Bug guarded: a traceback instead of which folder to delete."""
+    target = tiny_target()
+    texts = texts_of(target, 16)
+    trainer(target, texts, tmp_path, steps=1).run()
+    (tmp_path / "step-0000001" / "state.pt").write_bytes(b"nothing")
+    with pytest.raises(OutriderError, match="step-0000001 is damaged"):
+        trainer(target, texts, tmp_path, steps=1).resume()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer of words, whose next token hangs on the one before."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    tokenizer.chat_template = "w3 {% for message in messages %}{{ message['content'] }} w4 {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def distill(target: Path, out: Path, *arguments: str) -> int:
+    return main(["distill", "--target", str(target), "--out", str(out), "--quick", "--device", "cpu", *arguments])
+
+
+@pytest.fixture(scope="module")
+def engine(target_folder: Path) -> LocalEngine:
+    """Loading and measuring a model takes longer than all that is done with it here."""
+    return build_local_engine(acceptance.engine_config(str(target_folder), "cpu", {"source": "none"}))
+
+
+@pytest.fixture(autouse=True)
+def _loaded_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "engine" in request.fixturenames:
+        loaded = request.getfixturevalue("engine")
+        monkeypatch.setattr(build, "build_local_engine", lambda config: loaded)
+
+
+def write_random_draft(target: LoadedModel, folder: Path) -> Path:
+    """A draft of the same shape that has learned nothing."""
+    folder.mkdir()
+    student = student_of(target)
+    torch.manual_seed(11)
+    for parameter in student.module.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    student.save(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_folder_is_a_draft_that_is_accepted_more_than_a_random_one(
+    target_folder: Path,
+    engine: LocalEngine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug guarded: a folder that does not load as draft.model, weights that are not the trained ones, a report that measures
+    something else, weights that only their maker may read.
+    """
+    out = tmp_path / "out"
+    target = load_model(str(target_folder), dtype="float32")
+    random = write_random_draft(target, tmp_path / "random")
+    real = acceptance.candidates
+    untrained = acceptance.Candidate("random", {"source": "model", "model": str(random)})
+    monkeypatch.setattr(acceptance, "candidates", lambda folder: (*real(folder), untrained))
+    assert distill(target_folder, out, "--tokens", "2000", "--steps", "40", "--json") == EXIT_OK
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["name"]: row["rules"] for row in report["candidates"]}
+    assert list(rows) == ["distilled", "distilled-int8", "self-int8", "random"]
+    for ours, theirs in zip(rows["distilled"], rows["random"], strict=True):
+        assert ours["accepted_share"] > theirs["accepted_share"]
+    assert report["samples"]["tokens"] >= 2000
+    assert report["training"]["steps"] == 40
+    assert json.loads((out / "report.json").read_text()) == report
+    assert str(out) in (out / "README.md").read_text()
+    assert len({path.stat().st_mode for path in (out / "model.safetensors", out / "config.json")}) == 1
+
+
+def test_a_run_killed_while_sampling_goes_on_to_the_same_texts(
+    target_folder: Path,
+    engine: LocalEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug guarded: texts that hang on interruptions, shards that are sampled again, options that are taken over in silence."""
+    monkeypatch.setattr(sample, "SHARD_TEXTS", 8)
+    kept: list[list[Text]] = []
+
+    def stop(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_train", stop)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert distill(target_folder, whole, "--tokens", "600") == 130
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "shard", _killing(Sampler.shard, 1))
+        assert distill(target_folder, killed, "--tokens", "600") == 130
+    before = (killed / "samples" / "shard-00000.safetensors").stat().st_mtime_ns
+    assert distill(target_folder, killed, "--resume", "--tokens", "700") == EXIT_USAGE
+    assert "--tokens is 700 now" in capsys.readouterr().err
+    assert distill(target_folder, killed, "--resume") == 130
+    assert (killed / "samples" / "shard-00000.safetensors").stat().st_mtime_ns == before
+    for folder in (whole, killed):
+        kept.append([text for texts in sample.stored_texts(folder) for text in texts])
+    assert len(kept[0]) > 16
+    for ours, theirs in zip(*kept, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.top_logprobs, theirs.top_logprobs)
+
+
+def _killing(shard: Callable[..., list[Text]], index: int) -> Callable[..., list[Text]]:
+    def killed(self: Sampler, number: int, *arguments: Any) -> list[Text]:
+        if number == index:
+            raise KeyboardInterrupt
+        return shard(self, number, *arguments)
+
+    return killed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "3"], "--layers 3: must lie between 1 and 2"),
+        (["--hidden", "12"], "--hidden 12: must be a multiple of"),
+        (["--device", "tpu"], "--device: 'tpu' is not a device"),
+    ],
+)
+def test_what_the_target_does_not_allow_is_refused_before_anything_is_written(
+    arguments: list[str], message: str, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug guarded: hours of sampling for a student that cannot be built, or a folder that must be deleted first."""
+    out = tmp_path / "out"
+    assert distill(target_folder, out, *arguments) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug guarded: an error that names a field of the configuration, which this command does not have."""
+    assert distill(tmp_path / "none", tmp_path / "out") == 1
+    assert "--target: no such model" in capsys.readouterr().err
+    assert distill(Path("emulated:free"), tmp_path / "out") == EXIT_USAGE
+    assert "--target 'emulated:free' is emulated" in capsys.readouterr().err

@@ -125,7 +125,7 @@ function showBreakEven(told) {
   let note = "requests in flight";
   if (told.is_known && told.concurrency === null) [text, note] = [`> ${told.largest}`, "requests in flight: it pays at all loads"];
   else if (told.is_known && told.per_lane <= 1) [text, note] = ["none", "drafts pay at no load"];
-  else if (told.is_known) text = number(told.concurrency);
+  else if (told.is_known) text = String(told.concurrency);
   setText("break-even", text);
   setText("break-even-note", note);
 }
@@ -368,7 +368,7 @@ function count(amount, noun) {
 }
 
 function short(id) {
-  return id.length > 12 ? `…${id.slice(-8)}` : id;
+  return id.slice(-8);
 }
 
 function sentence(text) {

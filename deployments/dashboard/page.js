@@ -188,6 +188,7 @@ function device(part) {
 
 // --- the chart -------------------------------------------------------------------------------------------------------------
 
+const GUTTER = 30;
 const SVG = "http://www.w3.org/2000/svg";
 
 function drawChart(now, maxDepth) {
@@ -205,7 +206,7 @@ function drawChart(now, maxDepth) {
   ];
   const heightOfPanel = (height - 18) / panels.length;
   const parts = panels.flatMap((panel, index) => drawPanel(panel, index * heightOfPanel, heightOfPanel, { now, span, width }));
-  parts.push(label(0, height - 4, "start", `${Math.round(span)} s ago`), label(width, height - 4, "end", "now"));
+  parts.push(label(GUTTER, height - 4, "start", `${Math.round(span)} s ago`), label(width, height - 4, "end", "now"));
   chart.replaceChildren(...parts);
   chart.setAttribute("aria-label", `Load and depth over time. Now: ${last.in_flight} requests in flight, ${last.batch.toFixed(1)} per lane, ${last.qps.toFixed(2)} requests per second, mean depth ${last.mean_depth.toFixed(1)} of ${maxDepth}.`);
 }
@@ -217,16 +218,23 @@ function most(name, least) {
 function drawPanel(panel, y, height, { now, span, width }) {
   const top = y + 22;
   const bottom = y + height - 8;
-  const x = (at) => width * (1 - (now - at) / span);
+  const x = (at) => width - ((width - GUTTER) * (now - at)) / span;
   const level = (value) => bottom - ((bottom - top) * value) / panel.top;
   const parts = [label(0, y + 14, "start", panel.title, "title"), label(width, y + 14, "end", panel.more)];
-  parts.push(shape("line", "axis", { x1: 0, x2: width, y1: bottom, y2: bottom }));
+  for (const value of [0, panel.top]) {
+    parts.push(shape("line", "axis", { x1: GUTTER, x2: width, y1: level(value), y2: level(value) }));
+    parts.push(label(GUTTER - 6, level(value) + 4, "end", tick(value), "tick"));
+  }
   for (const [name, line, area] of panel.lines) {
     const path = points.map((point, i) => `${i ? "L" : "M"}${x(point.at).toFixed(1)} ${level(point[name]).toFixed(1)}`).join("");
     if (area) parts.push(shape("path", area, { d: `${path}L${width} ${bottom}L${x(points[0].at).toFixed(1)} ${bottom}Z` }));
     parts.push(shape("path", line, { d: path }));
   }
   return parts;
+}
+
+function tick(value) {
+  return Number.isInteger(value) ? String(value) : value.toFixed(1);
 }
 
 function shape(kind, name, attributes) {

@@ -23,17 +23,20 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 1200, "height": 800})
         page.goto(f"{url}/dashboard")
         page.fill("#prompt", PROMPT)
+        page.fill("#temperature", "1")
+        page.fill("#seed", "5")
         for num_clients, for_s in TRAFFIC:
             with others(url, "One two three four", num_clients=num_clients):
                 page.wait_for_timeout(1000 * for_s)
-        page.press("#prompt", "Control+Enter")
-        wait_for(page, "/ended by/.test(document.getElementById('answer-status').textContent)")
-        page.evaluate("document.activeElement.blur()")
-        for name, scheme, width in PICTURES:
-            page.emulate_media(color_scheme=scheme)
-            page.set_viewport_size({"width": width, "height": 800})
-            page.wait_for_timeout(2500)  # drawn anew at the next answer of the server
-            save(page.screenshot(full_page=True), FOLDER / f"{name}.png")
+        with others(url, "One two three four", num_clients=1):
+            page.press("#prompt", "Control+Enter")
+            wait_for(page, "/ended by/.test(document.getElementById('answer-status').textContent)")
+            page.evaluate("document.activeElement.blur()")
+            for name, scheme, width in PICTURES:
+                page.emulate_media(color_scheme=scheme)
+                page.set_viewport_size({"width": width, "height": 800})
+                page.wait_for_timeout(2500)  # drawn anew at the next answer of the server
+                save(page.screenshot(full_page=True), FOLDER / f"{name}.png")
 
 
 def save(screenshot: bytes, path: Path) -> None:

@@ -216,7 +216,7 @@ function most(name, least) {
 }
 
 function drawPanel(panel, y, height, { now, span, width }) {
-  const top = y + 22;
+  const top = y + 26;
   const bottom = y + height - 8;
   const x = (at) => width - ((width - GUTTER) * (now - at)) / span;
   const level = (value) => bottom - ((bottom - top) * value) / panel.top;

@@ -9,29 +9,30 @@ from served import others, served
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 PROMPT = "Explain in three short sentences why the sky is blue, and then list the colours of the rainbow."
-TRAFFIC = ((1, 20), (6, 15), (2, 10))
+TRAFFIC = ((1, 20), (6, 15), (1, 10))
 """Clients of others, and for how many seconds: until the curves show something."""
 PICTURES = (("dashboard-light", "light", 1200), ("dashboard-dark", "dark", 1200), ("dashboard-phone", "light", 360))
 
 
 def main() -> None:
-    """Serve, let others ask, ask a question in the page, and take the pictures."""
+    """Serve, ask a question in the page, let others ask, and take the pictures."""
     if (reason := missing()) is not None:
         raise SystemExit(reason)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with served() as url, chromium() as browser:
         page = browser.new_page(viewport={"width": 1200, "height": 800})
         page.goto(f"{url}/dashboard")
+        wait_for(page, "document.getElementById('connection').textContent === 'live'")
         page.fill("#prompt", PROMPT)
         page.fill("#temperature", "1")
         page.fill("#seed", "5")
+        page.press("#prompt", "Control+Enter")
+        wait_for(page, "/ended by/.test(document.getElementById('answer-status').textContent)")
+        page.evaluate("document.activeElement.blur()")
         for num_clients, for_s in TRAFFIC:
             with others(url, "One two three four", num_clients=num_clients):
                 page.wait_for_timeout(1000 * for_s)
         with others(url, "One two three four", num_clients=1):
-            page.press("#prompt", "Control+Enter")
-            wait_for(page, "/ended by/.test(document.getElementById('answer-status').textContent)")
-            page.evaluate("document.activeElement.blur()")
             for name, scheme, width in PICTURES:
                 page.emulate_media(color_scheme=scheme)
                 page.set_viewport_size({"width": width, "height": 800})

@@ -38,7 +38,8 @@ CONTRASTS = """() => {
 }"""
 
 UNNAMED = """() => [...document.querySelectorAll('input, textarea, button, summary, svg, [tabindex]')].filter((element) => !(
-  element.labels?.length || element.getAttribute('aria-label') || element.textContent.trim()
+  element.labels?.length || element.getAttribute('aria-label') ||
+  (element.matches('button, summary') && element.textContent.trim())
 )).map((element) => element.outerHTML)"""
 
 BROKEN_REFERENCES = """() => ['for', 'aria-labelledby', 'aria-describedby'].flatMap((name) =>

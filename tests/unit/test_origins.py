@@ -160,6 +160,25 @@ def test_held_text_goes_to_its_own_token_later() -> None:
     assert [[(piece.text, piece.origin) for piece in some] for some in shown] == [[("j", T)], [("k", T)]]
 
 
+def test_a_token_shown_in_two_parts() -> None:
+    """Bug guarded: the rest of a token, held back because a stop string may begin inside it, given to the one after it."""
+    texts = OriginTexts()
+    texts.committed([(D, 3)])
+    first = texts.shown("ab", is_last=False)
+    texts.committed([(T, 4)])
+    pieces = [*first, *texts.shown("cd", is_last=True)]
+    assert [(piece.text, piece.origin) for piece in pieces] == [("ab", D), ("c", D), ("d", T)]
+
+
+def test_tokens_that_a_stop_string_swallowed_are_told() -> None:
+    """Bug guarded: origins that do not add up to the tokens that the usage counts.
+
+    c | d e f and the bonus token g, which is held back; then h completes the stop string inside a draft.
+    """
+    choices = served("cdefghijkl", "cdefghijkl", 3, stop="gh", **ASKED)
+    assert told(choices) == [[("c", T)], [("d", D), ("e", D), ("f", D)], [("", B), ("", D)]]
+
+
 def test_rounds_after_a_lost_lane_count_on() -> None:
     """Bug guarded: totals that begin again in another lane would make the accepted number of a round negative."""
     texts = OriginTexts()

@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check lint types unit numerics k8s-tests serve-tests gpu-tests format clean
+.PHONY: demo test check lint types unit numerics k8s-tests serve-tests gpu-tests browser format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/outrider fetch smollm2
@@ -37,6 +37,16 @@ numerics: $(VENV)/.installed-dev
 
 k8s-tests serve-tests gpu-tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/$(@:-tests=)
+
+# The live page in a real Chromium, against a running server. Not part of `make test`: it needs a browser of the system.
+browser: $(VENV)/.installed-dev
+	$(PIP) install --editable ".[browser]"
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	else echo "No Chromium was found: install it (Debian: apt-get install chromium), or these tests are skipped."; fi
+	$(BIN)/outrider fetch smollm2
+	$(BIN)/python -m pytest tests/browser
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

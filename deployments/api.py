@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -22,6 +22,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.dashboard.latency import LatencyWindow
+from deployments.dashboard.page import page
 from deployments.keys import Keys
 from deployments.openai import Answer, Job, ServedModel, model_not_found, validate_chat, validate_completion
 from deployments.schema import ApiError, Part, as_api_error, model_card
@@ -31,8 +33,8 @@ from engine.types import Delta, FinishReason, GenerateRequest
 HEARTBEAT_S = 15.0
 """Longest silence of a stream: proxies close connections that say nothing."""
 STATUS_TIMEOUT_S = 5.0
-OPEN_PATHS = frozenset({"/health", "/livez"})
-"""What answers without a key; every other route, also a new one, needs one."""
+OPEN_PATHS = frozenset({"/health", "/livez", "/dashboard"})
+"""What answers without a key; every other route, also a new one, needs one. The page holds no data and asks for the key."""
 
 _INLINE_BODY_BYTES = 4096
 """Larger bodies are parsed and tokenised in a thread: about a microsecond per character."""
@@ -70,6 +72,10 @@ class ApiState:
     """Prometheus text."""
     controller: Callable[[], Awaitable[Mapping[str, Any]]]
     """What the controller decided last, and from what."""
+    dashboard: Callable[[], Awaitable[Mapping[str, Any]]]
+    """The cluster as the live page shows it (`deployments.dashboard.data`)."""
+    latencies: LatencyWindow = field(default_factory=LatencyWindow)
+    """Filled by the requests that this application serves."""
     api_keys: Keys | None = None
     """Accepted bearer tokens; None means that no key is asked for."""
     request_timeout_s: float | None = None
@@ -85,6 +91,7 @@ def build_http_app(state: ApiState) -> FastAPI:
     _add_generation_routes(app, state)
     _add_model_routes(app, state)
     _add_operations_routes(app, state)
+    _add_dashboard_routes(app, state)
     return app
 
 
@@ -129,6 +136,18 @@ def _add_operations_routes(app: FastAPI, state: ApiState) -> None:
     @app.get("/controller")
     async def controller() -> Response:
         return _json(await state.controller())
+
+
+def _add_dashboard_routes(app: FastAPI, state: ApiState) -> None:
+    @app.get("/dashboard")
+    async def dashboard() -> Response:
+        document, headers = page()
+        return Response(document, headers=headers, media_type="text/html; charset=utf-8")
+
+    @app.get("/dashboard/data")
+    async def dashboard_data() -> Response:
+        model = {"name": state.model.name, "has_chat": bool(state.model.tokenizer.chat_template)}
+        return _json({"model": model, "latency": state.latencies.summary(), **await state.dashboard()})
 
 
 async def _status(state: ApiState) -> Mapping[str, Any]:
@@ -233,7 +252,7 @@ async def _complete(state: ApiState, job: Job) -> dict[str, Any]:
     """The answer in one piece."""
     answer = Answer(job, state.model)
     parts: list[list[Part]] = [[] for _ in job.requests]
-    async with asyncio.timeout(state.request_timeout_s), _Deltas(state.lanes, job.requests) as deltas:
+    async with asyncio.timeout(state.request_timeout_s), _Deltas(state, job.requests) as deltas:
         while (item := await deltas.next()) is not None:
             index, delta = item
             parts[index].append(answer.feed(index, delta))
@@ -245,7 +264,7 @@ async def _frames(state: ApiState, job: Job) -> AsyncGenerator[bytes, None]:
     answer = Answer(job, state.model)
     started = False
     try:
-        async with _Deltas(state.lanes, job.requests) as deltas, aclosing(_paced(deltas, state)) as items:
+        async with _Deltas(state, job.requests) as deltas, aclosing(_paced(deltas, state)) as items:
             async for item in items:
                 frame = _KEEP_ALIVE if item is None else _chunk(answer, *item)
                 if frame:
@@ -309,8 +328,9 @@ class _Deltas:
     Leaving the context closes every request that is still running, and waits until it is closed.
     """
 
-    def __init__(self, lanes: Lanes, requests: Iterable[GenerateRequest]):
-        self._lanes = lanes
+    def __init__(self, state: ApiState, requests: Iterable[GenerateRequest]):
+        self._lanes = state.lanes
+        self._latencies = state.latencies
         self._requests = tuple(requests)
         self._queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(_MAX_QUEUED_DELTAS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -358,9 +378,10 @@ class _Deltas:
                 (index, Delta(request_id=request.request_id, token_ids=(), finish_reason=FinishReason.LENGTH))
             )
             return
-        deltas = self._lanes.generate(request)
+        deltas, times = self._lanes.generate(request), self._latencies.stream()
         try:
             async for delta in deltas:
+                times.arrived(len(delta.token_ids))
                 await self._queue.put((index, delta))
                 if delta.finish_reason is not None:
                     await anext(deltas, None)  # lets it end by itself: closing a finished request would look like a cancel

@@ -18,6 +18,7 @@ from autoscale.serve_adapter import replica_options
 from deployments import metrics
 from deployments.api import ApiState, build_http_app
 from deployments.controller import Controller
+from deployments.dashboard.data import cluster_data
 from deployments.draft import Draft
 from deployments.handle_calls import complete_call, load_served_model, stream_call
 from deployments.keys import KeyFile
@@ -113,6 +114,7 @@ class Api:
             status=self._status,
             metrics=self._metrics,
             controller=self._snapshot,
+            dashboard=self._dashboard,
             api_keys=_open_keys(self._config.api),
             request_timeout_s=self._config.api.request_timeout_s,
         )
@@ -167,6 +169,10 @@ class Api:
 
     async def _metrics(self) -> str:
         return metrics.render(await self._lane_statuses(), await self._snapshot())
+
+    async def _dashboard(self) -> dict[str, Any]:
+        snapshot, statuses = await asyncio.gather(self._snapshot(), self._lane_statuses())
+        return cluster_data(snapshot, statuses, self._config)
 
     async def _lane_statuses(self) -> list[LaneStatus]:
         lanes: list[LaneStatus] = await self._controller.lanes.remote()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jinja2
 import msgspec
 
+from deployments.origins import Origin, OriginText, OriginTexts
 from deployments.schema import (
     ApiError,
     ChatCompletionRequest,
@@ -110,6 +111,7 @@ class Job:
     """Over all prompts, each once however many choices it has."""
     stream: bool
     include_usage: bool
+    report_origins: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,7 @@ def _job(
         num_prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        report_origins=request.speculation is not None and bool(request.speculation.report_origins),
     )
 
 
@@ -332,7 +335,7 @@ class Answer:
     def __init__(self, job: Job, model: ServedModel):
         self._job = job
         echoes = zip(job.requests, job.echo, job.echo_offsets, strict=True)
-        self._choices = [_Choice(request, echo, offsets, model) for request, echo, offsets in echoes]
+        self._choices = [_Choice(request, echo, offsets, model, job.report_origins) for request, echo, offsets in echoes]
 
     def feed(self, index: int, delta: Delta) -> Part:
         """What ``delta`` adds to choice ``index``; raises `ApiError` if the choice failed."""
@@ -362,7 +365,9 @@ class Answer:
 
 
 class _Choice:
-    def __init__(self, request: GenerateRequest, echo: str, echo_offsets: Sequence[int], model: ServedModel):
+    def __init__(
+        self, request: GenerateRequest, echo: str, echo_offsets: Sequence[int], model: ServedModel, report_origins: bool
+    ):
         self.num_tokens = 0
         self.num_drafted = 0
         self.num_accepted = 0
@@ -376,22 +381,34 @@ class _Choice:
         self._echo_offsets = echo_offsets
         self._start = len(echo)
         """Characters before the answer."""
+        self._origins = OriginTexts() if report_origins else None
 
     def feed(self, delta: Delta) -> Part:
         _raise_failure(delta)
         logprobs = self._logprobs(delta)
-        text, entries = self._echo or "", self._echo_entries(delta)
+        echo, text, entries = self._echo or "", "", self._echo_entries(delta)
+        ends: list[int] = []
         for position, token_id in enumerate(delta.token_ids):
             if logprobs is not None:
                 entries.append(self._entry(logprobs[position], self._start + self._text.num_characters))
             if not self._ends_silently(delta, position):
                 text += self._text.push(token_id)
+            ends.append(self._text.num_characters)
         if delta.finish_reason is not None:
             text += self._text.finish()
         self.num_tokens += len(delta.token_ids)
         self.num_drafted, self.num_accepted = delta.num_drafted, delta.num_accepted
         seed, self._echo = (None if self._echo is None else self._params.seed), None
-        return Part(text, None if logprobs is None else tuple(entries), delta.finish_reason, seed)
+        own = None if logprobs is None else tuple(entries)
+        return Part(echo + text, own, delta.finish_reason, seed, self._origin_texts(delta, echo, text, ends))
+
+    def _origin_texts(self, delta: Delta, echo: str, text: str, ends: Sequence[int]) -> tuple[OriginText, ...] | None:
+        """``text``, after ``echo``, by token; ``ends``: characters decoded after each token of ``delta``."""
+        if self._origins is None:
+            return None
+        self._origins.committed(zip(self._origins.of_round(delta), ends, strict=True))
+        pieces = self._origins.shown(text, is_last=delta.finish_reason is not None)
+        return (OriginText(echo, Origin.PROMPT), *pieces) if echo else tuple(pieces)
 
     def _ends_silently(self, delta: Delta, position: int) -> bool:
         """Whether this is the EOS or stop token that ended the answer: counted, but no text."""

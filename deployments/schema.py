@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
+from deployments.origins import OriginText
 from engine.errors import InvalidRequest, OutriderError, Overloaded
 from engine.types import MAX_ALTERNATIVES, MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingRule
 
@@ -181,6 +182,8 @@ class Speculation(_Closed):
 
     max_depth: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     rule: SamplingRule | None = None
+    report_origins: bool | None = None
+    """Chunks of a stream tell where each token came from (`deployments.origins`)."""
 
 
 class SamplingFields(_Fields):
@@ -211,6 +214,8 @@ class SamplingFields(_Fields):
     def _options_of_a_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        if self.speculation is not None and self.speculation.report_origins and not self.stream:
+            raise InvalidRequest("speculation.report_origins is only allowed when stream is true", "speculation")
         return self
 
 
@@ -355,6 +360,8 @@ class Part:
     finish_reason: str | None = None
     seed: int | None = None
     """Set in the first part of a choice."""
+    origins: tuple[OriginText, ...] | None = None
+    """The text by token; None when the request did not ask for it."""
 
     @property
     def is_first(self) -> bool:
@@ -364,7 +371,7 @@ class Part:
     @property
     def is_silent(self) -> bool:
         """Whether a stream need not mention it."""
-        return not (self.text or self.entries or self.finish_reason or self.is_first)
+        return not (self.text or self.entries or self.origins or self.finish_reason or self.is_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,6 +484,8 @@ def _head(head: Head, kind: str) -> dict[str, Any]:
 
 def _with_end(choice: dict[str, Any], part: Part) -> dict[str, Any]:
     choice["finish_reason"] = part.finish_reason
+    if part.origins is not None:
+        choice["speculation"] = {"tokens": [piece.as_dict() for piece in part.origins]}
     if part.is_first:
         choice["seed"] = part.seed
     return choice

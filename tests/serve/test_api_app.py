@@ -127,11 +127,13 @@ def make_app(lanes, *, config=None, ready=True, **state):
     async def controller():
         return {"depth": 3}
 
+    async def dashboard():
+        return {"lanes": []}
+
     model = ServedModel(name="m", tokenizer=TOKENIZER, vocab_size=300, max_context=4096, eos_token_ids=frozenset({EOS}))
     limits = config or ApiConfig()
-    return build_http_app(
-        ApiState(lanes=lanes, model=model, config=limits, status=status, metrics=metrics, controller=controller, **state)
-    )
+    state = {"status": status, "metrics": metrics, "controller": controller, "dashboard": dashboard, **state}
+    return build_http_app(ApiState(lanes=lanes, model=model, config=limits, **state))
 
 
 def connect(lanes, **state):
@@ -849,6 +851,52 @@ async def test_operations():
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
 
+async def test_dashboard():
+    """Guards: a page that a proxy keeps or a frame holds, or that may run what is not its own; data without the times.
+
+    Three tokens come in rounds of two and one: one time to first token, and one between tokens.
+    """
+
+    async def say(request):
+        for delta in rounds(request, [65, 66, 67], run=2):
+            yield delta
+
+    async with connect(FakeLanes(say)) as client:
+        page = await client.get("/dashboard")
+        await client.post("/v1/completions", json=completion(max_tokens=3, prompt="a secret phrase"))
+        data = await client.get("/dashboard/data")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+    told = data.json()
+    assert told["model"] == {"name": "m", "has_chat": True}
+    assert [sum(count for _, count in told["latency"][kind]) for kind in ("ttft", "itl")] == [1, 1]
+    assert told["lanes"] == []
+    assert "secret" not in data.text
+
+
+@ENDPOINTS
+async def test_origins_in_a_stream(path):
+    """Guards: origins that the endpoint's own shape of chunk leaves out; chunks of others that hold them."""
+
+    async def say(request):
+        yield Delta(request_id=request.request_id, token_ids=(65,))
+        yield Delta(
+            request_id=request.request_id, token_ids=(66, 67), depth=3, num_accepted=1, finish_reason=FinishReason.LENGTH
+        )
+
+    async with connect(FakeLanes(say)) as client:
+        events = await stream(client, path, speculation={"report_origins": True})
+        plain = await stream(client, path)
+    told = [c["speculation"]["tokens"] for e in events if e != "[DONE]" for c in e["choices"]]
+    assert [[(token["text"], token["origin"]) for token in tokens] for tokens in told] == [
+        [("A", "target")],
+        [("B", "draft"), ("C", "recovery")],
+    ]
+    assert gather(events) == gather(plain)
+    assert all("speculation" not in c for e in plain if e != "[DONE]" for c in e["choices"])
+
+
 async def test_unknown_routes_and_methods():
     """Guards: the framework's own error shape."""
     async with connect(FakeLanes()) as client:
@@ -871,7 +919,7 @@ async def test_keys_guard_every_route():
             for key in (None, "Bearer bad", "good", "Bearer ", "Basic good", "Bearer gööd"):
                 headers = {} if key is None else {"authorization": key.encode()}
                 reply = await client.request(method, path, headers=headers)
-                open_to_all = path in {"/health", "/livez"}
+                open_to_all = path in {"/health", "/livez", "/dashboard"}
                 assert (reply.status_code == 401) != open_to_all, (path, key)
                 assert open_to_all or reply.json()["error"]["code"] == "invalid_api_key"
             for key in ("good", "other"):

@@ -58,7 +58,8 @@ async def _nothing() -> Any:
 
 
 MODEL = ServedModel(name="m", tokenizer=Characters(), vocab_size=128, max_context=512, eos_token_ids=frozenset({0}))
-STATE = ApiState(lanes=Lane(), model=MODEL, config=ApiConfig(), status=_nothing, metrics=_nothing, controller=_nothing)
+ASKED = dict.fromkeys(("status", "metrics", "controller", "dashboard"), _nothing)
+STATE = ApiState(lanes=Lane(), model=MODEL, config=ApiConfig(), **ASKED)
 CHAT = [{"role": "user", "content": "ab"}]
 
 

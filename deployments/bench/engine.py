@@ -121,15 +121,15 @@ def comparable(config: OutriderConfig) -> OutriderConfig:
 def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     """The same with another source of drafts."""
     tree = config.model_dump()
-    model = config.draft.model if source == "model" else None
+    model = config.draft.model if source in ("model", "heads") else None
     shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
     tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
     return parse_config(tree)
 
 
 def model_source(config: OutriderConfig) -> str:
-    """The source that runs a model: a named draft where one is configured, else the int8 copy."""
-    return "model" if config.draft.source == "model" else "self-int8"
+    """The source that runs a model: a named draft or heads where these are configured, else the int8 copy."""
+    return config.draft.source if config.draft.source in ("model", "heads") else "self-int8"
 
 
 def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
@@ -142,9 +142,11 @@ def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
     sources = {
         name: build_draft_model(own) if draft_is_a_model(own) else build_free_source(own)
         for name, own in configs.items()
-        if name != "none"
+        if name not in ("none", "heads")
     }
     target = build_target(config)  # last, so that its number of threads is the one in use
+    if target.heads is not None:
+        sources["heads"] = target.heads
     return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}
 
 

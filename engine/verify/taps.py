@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.propose.base import DraftSource
-from engine.types import SequenceContext
+from engine.types import ModelInfo, SequenceContext
 
 
 class Taps:
@@ -70,6 +70,10 @@ def _after(taps: Taps, index: int) -> Any:
 
 class HeadsBeside(DraftSource, Protocol):
     """A source of drafts that lives with the target and is told what its verifies leave behind."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Of the head, with its step times."""
 
     def committed(self, sequence_id: str, context: SequenceContext, ids: Sequence[int], hidden: Tensor) -> None:
         """The target holds ``ids``; ``hidden`` [n, H * number of layers] are the states of the last n of them.

@@ -5,11 +5,10 @@ with the target. Its result takes the hidden state's place for the token after. 
 of these families have one.
 """
 
-from pathlib import Path
+import re
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
@@ -34,6 +33,15 @@ def check_brings_mtp(name: str, config: Any) -> None:
         raise ModelError(f"{name}: its config.json counts no MTP layers (num_nextn_predict_layers): {how}")
 
 
+class _Mtp(MtpModel):  # type: ignore[misc]
+    @staticmethod
+    def get_mtp_weights_regex(main_model: Any) -> re.Pattern[str]:
+        """The layers behind the model's own; transformers knows their number for the sizes that were published first only."""
+        text = main_model.config.get_text_config()
+        numbers = range(text.num_hidden_layers, text.num_hidden_layers + text.num_mtp_layers)
+        return re.compile(rf"\.layers\.({'|'.join(map(str, numbers))})\.")
+
+
 class MtpHead:
     """The first MTP layer of a loaded model, which must not be taken over yet. Raises `ModelError` when it is not there."""
 
@@ -44,8 +52,10 @@ class MtpHead:
         self.layers = (int(loaded.config.get_text_config().num_hidden_layers),)
         self.device, self.dtype = torch.device(loaded.device), loaded.dtype
         self.fused_size: int = model.config.get_text_config().hidden_size
-        _check_weights(loaded.name, Path(model.config.name_or_path), self.layers[0])
-        mtp = MtpModel.from_pretrained(model, device_map={"": self.device}).eval()
+        try:
+            mtp = _Mtp.from_pretrained(model, device_map={"": self.device}).eval()
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ModelError(f"{loaded.name}: its MTP layers cannot be loaded: {' '.join(str(error).split())[:300]}") from None
         mtp.config._attn_implementation = NAME
         self._mtp = mtp
         self._layer = mtp.layers[0]
@@ -73,13 +83,3 @@ class MtpHead:
         """As `engine.propose.heads.source.Head`."""
         logits: Tensor = self._mtp._project_to_logits(hidden)
         return logits
-
-
-def _check_weights(name: str, folder: Path, layer: int) -> None:
-    """transformers would make missing weights up."""
-    wanted = f"layers.{layer}.eh_proj.weight"
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            if any(key.endswith(wanted) for key in opened.keys()):  # noqa: SIM118 - not a dict
-                return
-    raise ModelError(f"{name}: its configuration counts MTP layers, but the checkpoint has no {wanted}")

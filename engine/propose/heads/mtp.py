@@ -5,7 +5,6 @@ with the target. Its result takes the hidden state's place for the token after. 
 of these families have one.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -33,15 +32,6 @@ def check_brings_mtp(name: str, config: Any) -> None:
         raise ModelError(f"{name}: its config.json counts no MTP layers (num_nextn_predict_layers): {how}")
 
 
-class _Mtp(MtpModel):  # type: ignore[misc]
-    @staticmethod
-    def get_mtp_weights_regex(main_model: Any) -> re.Pattern[str]:
-        """The layers behind the model's own; transformers knows their number for the sizes that were published first only."""
-        text = main_model.config.get_text_config()
-        numbers = range(text.num_hidden_layers, text.num_hidden_layers + text.num_mtp_layers)
-        return re.compile(rf"\.layers\.({'|'.join(map(str, numbers))})\.")
-
-
 class MtpHead:
     """The first MTP layer of a loaded model, which must not be taken over yet. Raises `ModelError` when it is not there."""
 
@@ -52,8 +42,10 @@ class MtpHead:
         self.layers = (int(loaded.config.get_text_config().num_hidden_layers),)
         self.device, self.dtype = torch.device(loaded.device), loaded.dtype
         self.fused_size: int = model.config.get_text_config().hidden_size
+        # transformers finds the layers by the numbers that they have in the sizes published first.
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}\..*" for number in _layer_numbers(loaded.config)]
         try:
-            mtp = _Mtp.from_pretrained(model, device_map={"": self.device}).eval()
+            mtp = MtpModel.from_pretrained(model, device_map={"": self.device}).eval()
         except (RuntimeError, ValueError, OSError) as error:
             raise ModelError(f"{loaded.name}: its MTP layers cannot be loaded: {' '.join(str(error).split())[:300]}") from None
         mtp.config._attn_implementation = NAME
@@ -83,3 +75,9 @@ class MtpHead:
         """As `engine.propose.heads.source.Head`."""
         logits: Tensor = self._mtp._project_to_logits(hidden)
         return logits
+
+
+def _layer_numbers(config: Any) -> range:
+    """Of the MTP layers in a checkpoint: behind the model's own."""
+    text = config.get_text_config()
+    return range(text.num_hidden_layers, text.num_hidden_layers + text.num_mtp_layers)

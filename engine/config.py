@@ -81,7 +81,9 @@ class DraftConfig(_Section):
     dtype: DTypeName | Literal["int8"] = Field("auto", description="int8 quantises the linear layers of a named draft")
     device: str = Field("auto", description="as target.device")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
-    kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
+    kv_cache_tokens: int | None = Field(
+        None, ge=256, description="KV cache size in tokens; default: from free memory, for heads as many as the target has"
+    )
     top_n: int = Field(
         64,
         ge=1,

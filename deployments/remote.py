@@ -38,6 +38,8 @@ class StreamTarget:
         self._traffic_before = Traffic()
         """Of streams that are closed."""
         self.pid = 0
+        self.head_step_times: tuple[tuple[int, float], ...] = ()
+        """(rows, seconds) of a step of the prediction heads that live there; empty without any."""
 
     @property
     def traffic(self) -> Traffic:
@@ -47,6 +49,7 @@ class StreamTarget:
     async def connect(self) -> ModelInfo:
         """Wait until the actor has loaded its model and open the stream; raises what its constructor raised."""
         address, self.pid, info = await self._actor.hello.remote()
+        self.head_step_times = await self._actor.head_step_times.remote()
         if self._client is not None:
             self._traffic_before += traffic_of(self._client)
             await self._client.close()
@@ -63,6 +66,16 @@ class StreamTarget:
             logger.warning("the target does not answer: %s", error)
             await self._reconnect()
             raise TargetLost(str(error)) from None
+
+    async def propose(self, request: ProposeRequest, timeout_s: float) -> ProposeReply:
+        """Ask the prediction heads that live with the target. Raises `DraftUnavailable`: a loss shows in the next verify."""
+        if self._client is None:
+            raise DraftUnavailable("no_draft")
+        try:
+            return await self._client.call("propose", request, ProposeReply, timeout_s)
+        except WireError as error:
+            logger.warning("the heads beside the target do not answer: %s", error)
+            raise DraftUnavailable("draft_failed") from None
 
     async def _reconnect(self) -> None:
         """Ask until Ray has restarted the actor."""
@@ -107,6 +120,23 @@ class LocalDraft(_WithoutReplicas):
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`."""
         return self._source.propose(request)
+
+
+class TargetHeads(_WithoutReplicas):
+    """Prediction heads that live with the target, which answers for them over its own stream."""
+
+    available = True
+    state = "ok"
+    name = "heads"
+
+    def __init__(self, target: StreamTarget, timeout_s: float):
+        """``timeout_s``: longest wait of a round for its drafts."""
+        self._target = target
+        self._timeout_s = timeout_s
+
+    async def propose(self, request: ProposeRequest) -> ProposeReply:
+        """As `DraftSource.propose`. Raises `DraftUnavailable`."""
+        return await self._target.propose(request, self._timeout_s)
 
 
 class NoDraft(_WithoutReplicas):

@@ -19,10 +19,10 @@ from deployments.counters import LaneCounters
 from deployments.draft_pool import DraftPool, shares_cores
 from deployments.memory import freeze_loaded
 from deployments.messages import Directory, DraftReport, LaneStatus
-from deployments.remote import LocalDraft, NoDraft, StreamTarget
+from deployments.remote import LocalDraft, NoDraft, StreamTarget, TargetHeads
 from deployments.target import TargetActor
 from deployments.wire import Answers, Tls, WireClient, WireServer, decode, read_secret, read_tls
-from engine.build import build_free_source, draft_is_a_model
+from engine.build import build_free_source, draft_is_a_model, drafts_beside_target
 from engine.calibrate import StepTimes, measure_target
 from engine.config import OutriderConfig, parse_config
 from engine.drivers import AsyncDriver, TargetLost
@@ -66,7 +66,7 @@ class Router:
         self._policy = _build_policy(self._config, self._info)
         self._policies: dict[str, LanePolicy] = {}
         """Of `use_speculation`, by settings."""
-        self._draft = _build_draft(self._config, self._lane_id, self._info, secret, tls)
+        self._draft = _build_draft(self._config, self._lane_id, self._info, self._target, secret, tls)
         self._scheduler = Scheduler(
             self._info,
             self._policy,
@@ -78,7 +78,8 @@ class Router:
         self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
         self._server = WireServer({}, secret, streams={"generate": self._generate}, tls=tls, max_calls=_max_calls(self._config))
         self._address = await self._server.start(ray.util.get_node_ip_address())
-        self._announced: StepTimes = ()
+        self._announced: StepTimes = self._target.head_step_times
+        self._policy.update_draft_cost(self._announced)
         self._drafts: tuple[DraftReport, ...] = ()
         self._could_overlap = True
         """As with the last draft that could be asked; hopeful before the first one."""
@@ -311,10 +312,12 @@ def _build_policy(config: OutriderConfig, info: ModelInfo) -> LanePolicy:
 
 
 def _build_draft(
-    config: OutriderConfig, lane_id: str, info: ModelInfo, secret: str, tls: Tls | None
-) -> DraftPool | LocalDraft | NoDraft:
+    config: OutriderConfig, lane_id: str, info: ModelInfo, target: StreamTarget, secret: str, tls: Tls | None
+) -> DraftPool | LocalDraft | TargetHeads | NoDraft:
     if config.draft.source == "none" or config.speculation.max_depth == 0:
         return NoDraft()
+    if drafts_beside_target(config):
+        return TargetHeads(target, config.draft.timeout_s)
     if not draft_is_a_model(config):
         return LocalDraft(build_free_source(config))
 

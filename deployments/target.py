@@ -1,9 +1,12 @@
-"""The target's process: one model on its own device, answering verify calls over a stream."""
+"""The target's process: one model on its own device, answering verify calls over a stream.
+
+Prediction heads live here too: then it answers propose calls as well.
+"""
 
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
@@ -11,7 +14,10 @@ import ray
 from deployments.memory import freeze_loaded
 from deployments.wire import WireServer, decode, read_secret, read_tls
 from engine.config import parse_config
-from engine.types import VerifyReply, VerifyRequest
+from engine.types import ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
+
+if TYPE_CHECKING:
+    from engine.verify.taps import HeadsBeside
 
 
 class TargetActor:
@@ -26,7 +32,10 @@ class TargetActor:
         self._target = self._forwards.submit(build_served_target, parsed).result()
         self._address: str | None = None
         streams = parsed.streams
-        self._server = WireServer({"verify": self._verify}, read_secret(streams, secret), tls=read_tls(streams))
+        heads = getattr(self._target, "heads", None)
+        self._heads: HeadsBeside | None = heads
+        handlers = {"verify": self._verify, **({} if heads is None else {"propose": self._propose})}
+        self._server = WireServer(handlers, read_secret(streams, secret), tls=read_tls(streams))
         freeze_loaded()
 
     async def hello(self) -> tuple[str, int, dict[str, Any]]:
@@ -34,6 +43,16 @@ class TargetActor:
         if self._address is None:
             self._address = await self._server.start(ray.util.get_node_ip_address())
         return self._address, os.getpid(), msgspec.structs.asdict(self._target.info)
+
+    async def head_step_times(self) -> tuple[tuple[int, float], ...]:
+        """(rows, seconds) of a step of the prediction heads; empty without any."""
+        return () if self._heads is None else self._heads.info.step_times
+
+    async def _propose(self, body: bytes, caller: str) -> ProposeReply:
+        if self._heads is None:
+            raise AssertionError("there are no heads to ask")
+        request = decode(body, ProposeRequest)
+        return await asyncio.get_running_loop().run_in_executor(self._forwards, self._heads.propose, request)
 
     async def _verify(self, body: bytes, caller: str) -> VerifyReply:
         request = decode(body, VerifyRequest)

@@ -23,6 +23,7 @@ from engine.types import Delta, GenerateRequest, ModelInfo
 if TYPE_CHECKING:
     from engine.models import LoadedModel, LoadedTokenizer
     from engine.propose.draft_model import DraftModel
+    from engine.propose.heads.source import Head
     from engine.verify.target import Target
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ def preflight(config: OutriderConfig) -> "LoadedTokenizer":
         raise ConfigError(
             f"target.max_context is {config.target.max_context}, but {target.name} holds {target.max_context} tokens at most"
         )
-    if config.draft.model is not None and not is_emulated(config.draft.model):
+    if config.draft.source == "heads":
+        _check_head(config, target)
+    elif config.draft.model is not None and not is_emulated(config.draft.model):
         draft = models.load_tokenizer(config.draft.model, "draft.model")
         models.shared_vocabulary(target, draft)
         models.check_draft_is_smaller(_num_parameters(target), _num_parameters(draft))
@@ -74,7 +77,10 @@ def build_served_draft(config: OutriderConfig) -> "DraftModel | PacedDraft":
 
 
 def build_target(config: OutriderConfig) -> "Target":
-    """Load the target and make it ready to verify. Raises `ConfigError` for an emulated one, which has no logits."""
+    """Load the target and make it ready to verify, with its prediction heads where drafts come from them.
+
+    Raises `ConfigError` for an emulated one, which has no logits.
+    """
     _refuse_emulation(config)
     use_patient_threads()
     from engine.verify.target import Target
@@ -82,7 +88,8 @@ def build_target(config: OutriderConfig) -> "Target":
     section = config.target
     _use_threads(section.num_threads)
     loaded = _load(section.model, section.dtype, section.device, "target.model")
-    return Target(
+    head = _load_head(config, loaded)
+    target = Target(
         loaded,
         weights="int8" if section.quantization == "int8" else "exact",
         numerics=section.numerics,
@@ -90,7 +97,14 @@ def build_target(config: OutriderConfig) -> "Target":
         kv_capacity_tokens=section.kv_cache_tokens,
         max_context=section.max_context,
         prefix_cache=section.prefix_cache,
+        hidden_layers=() if head is None else head.layers,
     )
+    if head is not None:
+        from engine.propose.heads.source import HeadSource
+
+        kv_capacity_tokens = config.draft.kv_cache_tokens
+        target.listen(HeadSource(head, target.info, top_n=config.draft.top_n, kv_capacity_tokens=kv_capacity_tokens))
+    return target
 
 
 def build_draft_model(config: OutriderConfig) -> "DraftModel":
@@ -148,10 +162,17 @@ def build_free_source(config: OutriderConfig) -> DraftSource:
     raise ConfigError(f"draft.source '{config.draft.source}' needs a model")
 
 
-def build_source(config: OutriderConfig) -> DraftSource | None:
+def drafts_beside_target(config: OutriderConfig) -> bool:
+    """Whether drafts come from prediction heads that live with the target."""
+    return config.draft.source == "heads" and config.speculation.max_depth > 0
+
+
+def build_source(config: OutriderConfig, target: "Target") -> DraftSource | None:
     """The configured source in this process; None when speculation is off."""
     if config.draft.source == "none" or config.speculation.max_depth == 0:
         return None
+    if drafts_beside_target(config):
+        return target.heads
     return build_draft_model(config) if draft_is_a_model(config) else build_free_source(config)
 
 
@@ -214,6 +235,22 @@ def _paced_info(config: OutriderConfig, timed: Timed, kv_cache_tokens: int | Non
         max_context=config.target.max_context or tokenizer.max_context,
         kv_capacity_tokens=kv_cache_tokens,
     )
+
+
+def _check_head(config: OutriderConfig, target: "LoadedTokenizer") -> None:
+    from engine.propose.heads.load import check_head
+
+    if is_emulated(config.target.model):
+        raise ConfigError("target.model is emulated and has no hidden states: draft.source cannot be heads")
+    check_head(config.draft.model, target)
+
+
+def _load_head(config: OutriderConfig, loaded: "LoadedModel") -> "Head | None":
+    if not drafts_beside_target(config):
+        return None
+    from engine.propose.heads.load import load_head
+
+    return load_head(config.draft.model, loaded)
 
 
 def _load(name: str, dtype: str, device: str, field: str) -> "LoadedModel":
@@ -303,4 +340,5 @@ class LocalEngine:
 def build_local_engine(config: OutriderConfig) -> LocalEngine:
     """Everything that the configuration names, in this process."""
     tokenizer = preflight(config)
-    return LocalEngine(build_target(config), build_source(config), tokenizer, config)
+    target = build_target(config)
+    return LocalEngine(target, build_source(config, target), tokenizer, config)

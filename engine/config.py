@@ -71,13 +71,18 @@ class TargetConfig(_Section):
 class DraftConfig(_Section):
     """Where draft tokens come from."""
 
-    source: Literal["self-int8", "self-int4", "self-fp8", "layer-skip", "model", "ngram", "suffix", "none"] = Field(
+    source: Literal["self-int8", "self-int4", "self-fp8", "layer-skip", "model", "heads", "ngram", "suffix", "none"] = Field(
         "self-int8",
         description="self-int8, self-int4, self-fp8 (GPUs only): the target's own copy with such weights; layer-skip: the "
-        "target without some of its layers; model: a named model; ngram: text itself, what followed the newest words last; "
-        "suffix: text itself, what followed them most often; none: no drafts",
+        "target without some of its layers; model: a named model; heads: a prediction head beside the target that reads its "
+        "hidden states; ngram: text itself, what followed the newest words last; suffix: text itself, what followed them most "
+        "often; none: no drafts",
     )
-    model: str | None = Field(None, description="the draft model, for `source: model`")
+    model: str | None = Field(
+        None,
+        description="the draft model, for `source: model`; for `source: heads` an EAGLE-3 head in the speculators format, or "
+        "nothing for the MTP layers in the target's own checkpoint",
+    )
     dtype: DTypeName | Literal["int8"] = Field(
         "auto",
         description="of `source: model` and `source: layer-skip`; int8 quantises the linear layers; auto: as target.dtype, "
@@ -99,7 +104,9 @@ class DraftConfig(_Section):
     )
     device: str = Field("auto", description="as target.device")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
-    kv_cache_tokens: int | None = Field(None, ge=256, description="KV cache size in tokens; default: from free memory")
+    kv_cache_tokens: int | None = Field(
+        None, ge=256, description="KV cache size in tokens; default: from free memory, for heads as many as the target has"
+    )
     top_n: int = Field(
         64,
         ge=1,
@@ -119,7 +126,7 @@ class DraftConfig(_Section):
     def _model_matches_source(self) -> "DraftConfig":
         if self.source == "model" and self.model is None:
             raise ValueError("draft.model is missing: `source: model` needs the name of a draft model")
-        if self.source != "model" and self.model is not None:
+        if self.source not in ("model", "heads") and self.model is not None:
             raise ValueError(f"draft.model is set but draft.source is '{self.source}': set `source: model` or remove the model")
         return self
 
@@ -146,6 +153,15 @@ class DraftConfig(_Section):
             )
         if self.sink_tokens is not None and self.window_tokens is None:
             raise ValueError("draft.sink_tokens is set without draft.window_tokens: set both, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_run_with_the_target(self) -> "DraftConfig":
+        if self.source != "heads":
+            return self
+        for name in ("dtype", "device", "num_threads"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"draft.{name} has no meaning for `source: heads`, which run as the target does: remove it")
         return self
 
     @model_validator(mode="after")

@@ -149,6 +149,18 @@ def resolve_model(name: str, field: str = "target.model") -> ResolvedModel:
     return ResolvedModel(name, "hub")
 
 
+def model_folder(name: str, field: str) -> Path:
+    """The folder of a Hugging Face model, downloaded where it is not there yet, without looking at what it holds.
+
+    Raises `ModelError`, also for a GGUF file.
+    """
+    with _one_line_errors(name, field):
+        resolved = resolve_model(name, field)
+        if resolved.kind == "gguf":
+            raise ModelError("a GGUF file is not what is needed here: name a folder or a Hugging Face id")
+        return resolved.path or _download(name, ["config.json", "*.safetensors"])
+
+
 def choose_device(name: str, field: str = "target.device") -> torch.device:
     """``auto`` (CUDA when there is any), ``cpu``, ``cuda`` or ``cuda:N``. Raises `ConfigError`."""
     if name == "auto":

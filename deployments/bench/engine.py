@@ -121,7 +121,7 @@ def comparable(config: OutriderConfig) -> OutriderConfig:
 def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     """The same with another source of drafts."""
     tree = config.model_dump()
-    model = config.draft.model if source == "model" else None
+    model = config.draft.model if source in ("model", "heads") else None
     shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
     tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
     if source != config.draft.source:
@@ -131,7 +131,7 @@ def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
 
 def model_source(config: OutriderConfig) -> str:
     """The source that runs a model: the configured one where it does, else the int8 copy."""
-    return config.draft.source if draft_is_a_model(config) else "self-int8"
+    return config.draft.source if draft_is_a_model(config) or config.draft.source == "heads" else "self-int8"
 
 
 def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
@@ -144,9 +144,11 @@ def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
     sources = {
         name: build_draft_model(own) if draft_is_a_model(own) else build_free_source(own)
         for name, own in configs.items()
-        if name != "none"
+        if name not in ("none", "heads")
     }
     target = build_target(config)  # last, so that its number of threads is the one in use
+    if target.heads is not None:
+        sources["heads"] = target.heads
     return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}
 
 

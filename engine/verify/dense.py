@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.verify.attention import AttentionSpec, AttentionState, Window
 from engine.verify.linear import MakeLinear, PlainRMSNorm, fused_linear
+from engine.verify.taps import Taps
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type``."""
@@ -38,11 +39,12 @@ class Layer:
 class DenseModel:
     """Weights of one model in the form that `forward` wants them; takes nothing from the model but its rotary embedding."""
 
-    def __init__(self, model: nn.Module, make: MakeLinear, activations: torch.dtype):
-        """``activations``: dtype between the layers. The KV cache has the dtype of the model."""
+    def __init__(self, model: nn.Module, make: MakeLinear, activations: torch.dtype, taps: Taps | None = None):
+        """``activations``: dtype between the layers, and of what ``taps`` get. The KV cache has the dtype of the model."""
         decoder: Any = model.model
         config: Any = model.config
         self._dtype = activations
+        self._taps = taps
         self._cache_dtype: torch.dtype = decoder.embed_tokens.weight.dtype
         self._embedding: Tensor = decoder.embed_tokens.weight.detach()
         self._rotary = decoder.rotary_emb
@@ -69,10 +71,14 @@ class DenseModel:
         batch = state.batch
         x = nn.functional.embedding(batch.tokens, self._embedding).to(self._dtype)
         cos, sin = self._rotation(x, batch.positions)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            if self._taps is not None:
+                self._taps.take(index, x)
             x = layer.attention_add(x, self._attend(layer, layer.attention_norm(x), cos, sin, state))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = layer.mlp_add(x, nn.functional.silu(gate).mul_(up))
+        if self._taps is not None:
+            self._taps.take(len(self._layers), x)
         return self._head(self._norm(x.index_select(0, batch.logit_rows)))
 
     def _rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

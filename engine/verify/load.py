@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from engine.errors import ModelError
 from engine.models import LoadedModel
 from engine.types import ModelInfo
 from engine.verify.attention import Chunk, Kernels
@@ -68,6 +69,10 @@ class EngineModel(Protocol):
     def shares_prefixes(self) -> bool:
         """Whether a sequence can take the blocks of another that begins with the same tokens."""
 
+    @property
+    def hidden(self) -> Sequence[Tensor]:
+        """Hidden states that the last forward left, per chunk [n, H * number of layers]; empty where none are wanted."""
+
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [R, vocab_size] of the last ``num_logits`` tokens of every chunk, in the order of ``chunks``."""
 
@@ -80,14 +85,16 @@ def load_engine_model(
     kernels: Literal["auto", "torch"] = "auto",
     kv_capacity_tokens: int | None = None,
     max_context: int | None = None,
+    hidden_layers: Sequence[int] = (),
 ) -> EngineModel:
     """Take a loaded model over, by the first of the paths native, dense, generic, stateful that reproduces its plain forward.
 
-    ``weights``, ``numerics``, ``kernels``: as `RaggedModel`; the stateful path knows only the weights.
+    ``weights``, ``numerics``, ``kernels``, ``hidden_layers``: as `RaggedModel`; the stateful path knows only the weights.
 
-    Raises `ModelError` when none does, and when there is no memory for a KV cache.
+    Raises `ModelError` when none does, when there is no memory for a KV cache, and when hidden states are wanted that the path
+    cannot give.
     """
-    model = _load(loaded, weights, numerics, kernels, kv_capacity_tokens, max_context)
+    model = _load(loaded, weights, numerics, kernels, kv_capacity_tokens, max_context, hidden_layers)
     info = model.info
     logger.info("%s: %s path: %s; room for %d tokens", loaded.name, info.path, info.path_reason, model.info.kv_capacity_tokens)
     return model
@@ -100,6 +107,7 @@ def _load(
     kernels: Literal["auto", "torch"],
     kv_capacity_tokens: int | None,
     max_context: int | None,
+    hidden_layers: Sequence[int],
 ) -> EngineModel:
     reason = state_of(loaded.model)
     if reason is None:
@@ -111,9 +119,12 @@ def _load(
                 kernels=kernels,
                 kv_capacity_tokens=kv_capacity_tokens,
                 max_context=max_context,
+                hidden_layers=hidden_layers,
             )
         except UnsupportedArchitecture as error:
             reason = f"it cannot be packed: {error.reason}"
+    if hidden_layers:
+        raise ModelError(f"{loaded.name}: prediction heads need sequences in one packed forward, but {reason}")
     return StatefulModel(loaded, reason=reason, weights=weights, kv_capacity_tokens=kv_capacity_tokens, max_context=max_context)
 
 

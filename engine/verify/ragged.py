@@ -29,6 +29,7 @@ from engine.verify.kv_cache import CachedSequence, KVCache, affordable_blocks
 from engine.verify.linear import MAKERS, Linear, replace_linears, replace_rms_norms
 from engine.verify.native.build import kernels as compiled_kernels
 from engine.verify.native.model import NativeModel
+from engine.verify.taps import Taps
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class RaggedModel:
     stays with the fastest when none does; "fast" takes these and probes them too. Without it they are taken and not probed.
     ``kernels`` "auto" runs the compiled ones (`engine.verify.native`) where they can be had, "torch" never.
 
+    With ``hidden_layers`` each forward leaves the hidden states that enter these layers (`Taps`) in ``hidden``, per chunk.
+
     The loaded model is taken over: afterwards ``loaded.model`` cannot be used any more. Raises
     `UnsupportedArchitecture` when it cannot be run packed, in which case the model is as it was, and `ModelError` when there is
     no memory for a KV cache.
@@ -94,15 +97,21 @@ class RaggedModel:
         kernels: Literal["auto", "torch"] = "auto",
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
+        hidden_layers: Sequence[int] = (),
     ):
         self.loaded = loaded
+        self.hidden: Sequence[Tensor] = ()
+        """Of the last forward, per chunk [n, H * number of layers]; empty where none are wanted."""
+        self._taps = Taps(hidden_layers) if hidden_layers else None
+        self._order: Sequence[int] = ()
+        """How the chunks of the last forward were packed."""
         self._kernels = kernels
         self.device = torch.device(loaded.device)
         self.num_ids: int = loaded.model.get_input_embeddings().weight.shape[0]
         """Ids that have an embedding; those from ``vocab_size`` on are padding."""
         self.max_context = min(loaded.max_context, max_context or loaded.max_context, context_limit(loaded.config))
         self._weights = weights
-        self._prepare_batch, self._block_size = _attention(self.device)
+        self._prepare_batch, self._block_size = attention_for(self.device)
         self._attention: Kernels = "fast"
         self._linears: list[Linear] = []
         self._masks: dict[int, Mask] = {}
@@ -162,7 +171,10 @@ class RaggedModel:
         return self._run(self._forward, self.cache, chunks)
 
     def _run(self, forward: Forward, cache: KVCache, chunks: Sequence[Chunk]) -> Tensor:
+        self._order = range(len(chunks))
         logits = forward(cache, chunks)
+        if self._taps is not None:
+            self.hidden = self._taps.by_chunk([len(chunk.ids) for chunk in chunks], self._order)
         for chunk in chunks:
             chunk.sequence.ids.extend(chunk.ids)
         return logits[: sum(chunk.num_logits for chunk in chunks), : self.loaded.vocab_size]
@@ -173,6 +185,7 @@ class RaggedModel:
         if logits is not None:
             return logits
         batch, backend = self._prepare_batch(chunks, self._block_size, self.device, self._attention)
+        self._order = cpu.plan_order(chunks)
         return network(AttentionState(batch, backend, cache, self.max_context, self._masks))
 
     # --- loading ------------------------------------------------------------------------------------------------------------
@@ -218,14 +231,14 @@ class RaggedModel:
         if library is None:
             return None
         dtype = torch.int8 if self._weights == "int8" else self.loaded.dtype
-        return NativeModel(model, dtype, library, self.max_context).forward
+        return NativeModel(model, dtype, library, self.max_context, self._taps).forward
 
     def _dense(self) -> Forward | None:
         model = self.loaded.model
         if not DenseModel.supports(model):
             return None
         dtype = torch.float32 if self._weights == "int8" else self.loaded.dtype
-        self._network = DenseModel(model, self._make, dtype).forward
+        self._network = DenseModel(model, self._make, dtype, self._taps).forward
         return partial(self._run_packed, self._network)
 
     def _check_packing(self, reference: Reference) -> None:
@@ -235,6 +248,8 @@ class RaggedModel:
         try:
             with architecture_errors(self.loaded):
                 model.set_attn_implementation(NAME)
+                if self._taps is not None:
+                    self._taps.hook(model)
                 error, bytes_per_token = self._error(partial(self._run_packed, generic_forward(model)), reference)
             if bytes_per_token == 0:
                 raise UnsupportedArchitecture(self.loaded, "its attention cannot be replaced")
@@ -284,6 +299,11 @@ class RaggedModel:
         """Graphs that reproduce the loaded model too, where the device can record them."""
         make = RECORDERS.get(self.device.type)
         if make is None or self._network is None or self._prepare_batch is not cuda.prepare:
+            return None
+        if self._taps is not None:
+            logger.warning(
+                "%s: steps that leave hidden states to prediction heads are not recorded as graphs", self.loaded.name
+            )
             return None
         self.graphs = GraphedForward(
             self.loaded.name,
@@ -452,7 +472,7 @@ def generic_forward(model: Any) -> Network:
     return forward
 
 
-def _attention(device: torch.device) -> tuple[Prepare, int]:
+def attention_for(device: torch.device) -> tuple[Prepare, int]:
     """Attention for a device, and the block size that suits it."""
     if device.type != "cuda":
         return cpu.prepare, CPU_BLOCK_SIZE

@@ -171,6 +171,8 @@ class StatefulModel:
     path = "stateful"
     shares_prefixes = False
     """States are not cut into blocks that others could take."""
+    hidden: Sequence[Tensor] = ()
+    """None are kept."""
     numerics: Kernels = "fast"
     row_invariance = RowInvariance(
         None, "not probed: sequences run one by one, steps of several tokens sum in an order of their own"

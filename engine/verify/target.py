@@ -19,6 +19,7 @@ from engine.verify.blocks import OutOfBlocks
 from engine.verify.kv_cache import CachedSequence
 from engine.verify.load import load_engine_model
 from engine.verify.ragged import NEAR_TIE, Weights
+from engine.verify.taps import HeadsBeside
 
 logger = logging.getLogger(__name__)
 Scores = tuple[TokenLogprob, ...]
@@ -53,6 +54,8 @@ class Target:
     this one before it was released: whole blocks only, and not on the stateful path, which has none. The text is the same to
     the last bit where `row_invariance` holds.
 
+    With ``hidden_layers`` its forwards leave hidden states (`engine.verify.taps`), of which `heads` are told.
+
     Raises `ModelError` when no path reproduces the architecture's plain forward, and when there is no memory for a KV cache.
     """
 
@@ -66,6 +69,7 @@ class Target:
         kv_capacity_tokens: int | None = None,
         max_context: int | None = None,
         prefix_cache: bool = True,
+        hidden_layers: Sequence[int] = (),
     ):
         self.model = load_engine_model(
             loaded,
@@ -74,7 +78,10 @@ class Target:
             kernels=kernels,
             kv_capacity_tokens=kv_capacity_tokens,
             max_context=max_context,
+            hidden_layers=hidden_layers,
         )
+        self.heads: HeadsBeside | None = None
+        """Prediction heads that draft beside this target."""
         self.row_invariance = self.model.row_invariance
         """Whether text is the same to the last bit at any depth, batch and chunking."""
         level = logging.INFO if self.row_invariance.holds else logging.WARNING
@@ -92,6 +99,10 @@ class Target:
     def near_tie_tolerance(self) -> float:
         """Margin between the two largest processed logits below which another batch may choose the other; 0 = never."""
         return 0.0 if self.row_invariance.holds else NEAR_TIE[self.model.loaded.dtype]
+
+    def listen(self, heads: HeadsBeside) -> None:
+        """From now on ``heads`` are told what is committed, and its hidden states."""
+        self.heads = heads
 
     @torch.inference_mode()
     def verify(self, request: VerifyRequest) -> VerifyReply:
@@ -150,6 +161,11 @@ class Target:
         held = self._sequences.pop(sequence_id, None)
         if held is not None:
             self.model.cache.truncate(held.cached, 0)
+        self._forget(sequence_id)
+
+    def _forget(self, sequence_id: str) -> None:
+        if self.heads is not None:
+            self.heads.forget(sequence_id)
 
     def _open(self, item: VerifyItem) -> Verdict | None:
         """Roll the sequence back to what both sides agree on; a verdict when that, or the item itself, is impossible."""
@@ -162,6 +178,8 @@ class Target:
         if held is None or item.base_length > len(held.cached.ids):
             return Verdict(sequence_id=item.sequence_id, need_context=True)
         held.context = item.context or held.context
+        if item.base_length == 0:
+            self._forget(item.sequence_id)
         if item.base_length == 0 or item.base_length < len(held.cached.ids):
             self.model.cache.truncate(held.cached, item.base_length)
         return None
@@ -205,6 +223,7 @@ class Target:
             return []
         items, held = [part.item for part in parts], [part.held for part in parts]
         logits = self.model.forward([Chunk(part.held.cached, part.pending, _num_logits(part.item)) for part in parts])
+        hidden = self.model.hidden
         scores: Sequence[Scores | None] = [None] * len(items)
         if any(item.scored for item in items):
             scores, logits = _score(items, held, logits)
@@ -214,10 +233,23 @@ class Target:
             if item.sample
         ]
         decisions = iter(decide(logits, sampled, self._info.eos_token_ids) if sampled else ())
-        return [
+        verdicts = [
             self._settle(item, state.cached, next(decisions) if item.sample else None, own)
             for item, state, own in zip(items, held, scores, strict=True)
         ]
+        if self.heads is not None:
+            for part, verdict, rows in zip(parts, verdicts, hidden, strict=True):
+                self._tell(self.heads, part, verdict, rows)
+        return verdicts
+
+    @staticmethod
+    def _tell(heads: HeadsBeside, part: _Part, verdict: Verdict, hidden: Tensor) -> None:
+        """Pass on the hidden states [n, ...] of what a forward over ``part.pending`` committed."""
+        if verdict.error is not None:
+            heads.forget(part.item.sequence_id)
+            return
+        num_refused = len(part.item.draft) - verdict.accepted
+        heads.committed(part.item.sequence_id, part.held.context, part.held.cached.ids, hidden[: len(hidden) - num_refused])
 
     def _settle(self, item: VerifyItem, cached: CachedSequence, decision: Decision | None, scores: Scores | None) -> Verdict:
         """Forget the rejected part of the draft, or everything new when the logits were useless.

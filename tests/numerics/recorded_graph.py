@@ -115,6 +115,6 @@ def paged_attention(
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models load as they do on CUDA: paged attention, a scratch block, and graphs, all on CPU."""
     monkeypatch.setattr(cuda, "varlen_attn", paged_attention)
-    monkeypatch.setattr(ragged, "_attention", lambda device: (cuda.prepare, BLOCK_SIZE))
+    monkeypatch.setattr(ragged, "attention_for", lambda device: (cuda.prepare, BLOCK_SIZE))
     monkeypatch.setitem(graphs.RECORDERS, "cpu", FakeRecorder)
     monkeypatch.setitem(kv_cache.SCRATCH_BLOCKS, "cpu", 1)

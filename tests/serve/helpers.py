@@ -43,3 +43,14 @@ def write_random_draft(folder: Path, model: str) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_untrained_head(folder: Path, model: str) -> Path:
+    """A prediction head for a model, that drafts nothing right but works: in ``folder``, over 512 ids."""
+    from engine.models import load_model
+    from engine.propose.heads.eagle import EagleHead
+
+    loaded = load_model(model)
+    embedding = loaded.model.get_input_embeddings().weight.detach()
+    EagleHead.untrained(loaded.config, embedding, draft_ids=range(512)).to(loaded.dtype).save(folder)
+    return folder

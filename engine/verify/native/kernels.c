@@ -81,7 +81,8 @@ typedef struct {
     const int32_t *tables;
     const float *cos, *sin;                         /* [positions, D / 2] */
     void *const *caches;                            /* per layer [2 * Hkv, slots, D]: keys, then values */
-    int64_t num_slots;
+    float *const *taps;     /* per layer and behind the last: where the rows that enter it are kept, or NULL; NULL for none */
+    int64_t num_slots, tap_stride;                  /* of taps, in floats from row to row */
     int32_t num_rows, num_logit_rows, num_row_blocks, block_size;
     int32_t places_first;                           /* whether a block of rows reads keys that another one writes */
 } Batch;
@@ -549,8 +550,8 @@ static float *take(float **memory, int64_t floats) {
     return taken;
 }
 
-/* Of a layer at most four maps with rows to encode, and attention with heads to place; embedding and head. */
-static int64_t num_phases(const Model *m) { return 10 * m->num_layers + 3; }
+/* Of a layer at most four maps with rows to encode, attention with heads to place, and a tap; embedding, last tap and head. */
+static int64_t num_phases(const Model *m) { return 11 * m->num_layers + 4; }
 
 static Phase *take_phases(const Model *m, float **memory) {
     return (Phase *)take(memory, num_phases(m) * (int64_t)(sizeof(Phase) / sizeof(float)));
@@ -649,6 +650,16 @@ static void run_layer(const Model *m, const Layer *layer, const Batch *b, void *
     apply(m, &layer->mlp_out, (Rows){all->mlp, NULL, NULL, rows}, ADD, all->x, all, own);
 }
 
+/* Keep the rows that enter a layer, if somebody wants them. */
+static void keep_rows(const Model *m, const Batch *b, int layer, const Shared *all, Private *own) {
+    if (!b->taps || !b->taps[layer]) return;
+    FOR_UNITS(r, own->phase, b->num_rows) {
+        const float *x = all->x + (ptrdiff_t)r * m->hidden;
+        memcpy(b->taps[layer] + r * b->tap_stride, x, (size_t)m->hidden * sizeof(float));
+    }
+    own->phase++;
+}
+
 /* Logits [R, V] of a batch; keys and values of all its rows go into the cache. */
 void forward(const Model *m, const Batch *b, float *memory, int num_threads, float *logits) {
     Phase *phases = take_phases(m, &memory);
@@ -662,7 +673,11 @@ void forward(const Model *m, const Batch *b, float *memory, int num_threads, flo
         own.phase = phases;
         FOR_UNITS(r, own.phase, b->num_rows) embed(m, b->tokens[r], all.x + (ptrdiff_t)r * m->hidden);
         own.phase++;
-        for (int i = 0; i < m->num_layers; i++) run_layer(m, m->layers + i, b, b->caches[i], &all, &own);
+        for (int i = 0; i < m->num_layers; i++) {
+            keep_rows(m, b, i, &all, &own);
+            run_layer(m, m->layers + i, b, b->caches[i], &all, &own);
+        }
+        keep_rows(m, b, m->num_layers, &all, &own);
         apply(m, &m->head, (Rows){all.x, b->logit_rows, m->norm, b->num_logit_rows}, STORE, logits, &all, &own);
     }
 }

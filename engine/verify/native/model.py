@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.verify.attention import Chunk, pack
 from engine.verify.dense import DenseModel, window_size
 from engine.verify.kv_cache import KVCache
+from engine.verify.taps import Taps
 
 PANEL = 32
 """Outputs that are computed together; as in the kernels."""
@@ -63,8 +64,8 @@ class _Batch(ctypes.Structure):
             (name, Pointer)
             for name in ("tokens", "positions", "places", "slots", "logit_rows", "row_blocks", "tables", "cos", "sin")
         ),
-        ("caches", Pointer),
-        ("num_slots", ctypes.c_int64),
+        *((name, Pointer) for name in ("caches", "taps")),
+        *((name, ctypes.c_int64) for name in ("num_slots", "tap_stride")),
         *((name, Int) for name in ("num_rows", "num_logit_rows", "num_row_blocks", "block_size", "places_first")),
     )
 
@@ -73,10 +74,10 @@ class NativeModel:
     """Weights of one model, packed for `kernels.c`; takes nothing from the model but its rotary embedding.
 
     ``dtype`` is that of the packed weights: the model's own, or int8, whose activations are rounded to 16 bits with one scale
-    per row. Within ``max_context`` positions the rotary frequencies must be fixed.
+    per row. Within ``max_context`` positions the rotary frequencies must be fixed. ``taps`` get their hidden states in float32.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, kernels: ctypes.CDLL, max_context: int):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, kernels: ctypes.CDLL, max_context: int, taps: Taps | None = None):
         decoder: Any = model.model
         self._kernels = kernels
         self._dtype = dtype
@@ -88,6 +89,7 @@ class NativeModel:
         self._cos = self._sin = torch.empty(0)
         self._workspace = torch.empty(0)
         self._cache: KVCache | None = None
+        self._taps = taps
         self._caches = (ctypes.c_void_p * self._num_layers)()
         self._model = self._describe(model)
         self._head_dim, self._num_kv = self._model.head_dim, self._model.num_kv
@@ -115,6 +117,7 @@ class NativeModel:
         needed = self._kernels.workspace_floats(ctypes.byref(self._model), num_rows, num_threads)
         if needed > len(self._workspace):
             self._workspace = torch.empty(needed)
+        kept, tap_places = self._tap_places(num_rows)
         described = _Batch(
             tokens=batch.tokens.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -126,6 +129,8 @@ class NativeModel:
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             caches=ctypes.addressof(self._caches),
+            taps=None if tap_places is None else ctypes.addressof(tap_places),
+            tap_stride=kept.shape[1],
             num_slots=cache.pool.num_blocks * block_size,
             num_rows=num_rows,
             num_logit_rows=num_logits,
@@ -136,7 +141,21 @@ class NativeModel:
         logits = torch.empty(num_logits, self._model.head.num_outputs)
         workspace = self._workspace.data_ptr()
         self._kernels.forward(ctypes.byref(self._model), ctypes.byref(described), workspace, num_threads, logits.data_ptr())
+        if self._taps is not None:
+            self._taps.put(kept)
         return logits
+
+    def _tap_places(self, num_rows: int) -> tuple[Tensor, Any]:
+        """Room for hidden states, float32 [rows, H * taps], and where each layer's begin in it."""
+        layers = () if self._taps is None else self._taps.layers
+        width = self._embedding.shape[1]
+        kept = torch.empty(num_rows, len(layers) * width)
+        if not layers:
+            return kept, None
+        places = (ctypes.c_void_p * (self._num_layers + 1))()
+        for index, layer in enumerate(layers):
+            places[layer] = kept.data_ptr() + index * width * kept.element_size()
+        return kept, places
 
     def _bind(self, cache: KVCache) -> None:
         """Point at the tensors of ``cache``, which are made when it is new."""

@@ -28,6 +28,8 @@ class Controller:
         section = parse_config(config)
         set_up_replica(section.logging)
         self._process = read_facts()
+        speculation = section.speculation
+        self._configured = {"source": section.draft.source, "max_depth": speculation.max_depth, "depth": speculation.depth}
         self._policy = ControllerPolicy(section.speculation.max_depth, section.controller.arrival_half_life_s)
         self._replicas = ReplicaPolicy(replica_limits(section))
         self._replica_memory = ReplicaMemory()
@@ -112,6 +114,7 @@ class Controller:
                 for draft in self._live_drafts(now_s)
             ],
             "process": self._process,
+            "configured": self._configured,
         }
 
     def _directory(self, now_s: float) -> Directory:

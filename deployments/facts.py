@@ -30,6 +30,7 @@ def read_facts() -> ProcessFacts:
         nice=os.nice(0),
         memory_bytes=total,
         memory_available_bytes=available,
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         haproxy=os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "0") == "1",
     )
 

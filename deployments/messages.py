@@ -23,6 +23,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     nice: int = 0
     memory_bytes: int | None = None
     memory_available_bytes: int | None = None
+    visible_gpus: str | None = None
+    """``CUDA_VISIBLE_DEVICES``."""
     haproxy: bool = False
     """Whether Serve was told to use HAProxy as its ingress."""
 

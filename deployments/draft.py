@@ -108,5 +108,6 @@ class Draft:
         messages: list[ProposeRequest | PrepareRequest] = [*proposes, *prepares]
         for item in (item for message in messages for item in message.items):
             if item.context is not None:
-                tell(logger, logging.DEBUG, "sequence opened", item.sequence_id, tokens=len(item.tokens))
+                told = {"choice": item.sequence_id, "tokens": len(item.tokens)}
+                tell(logger, logging.DEBUG, "sequence opened", item.context.log_id, **told)
         return await asyncio.get_running_loop().run_in_executor(self._forwards, self._model.run, proposes, prepares)

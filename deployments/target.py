@@ -46,7 +46,8 @@ class TargetActor:
         reply = await asyncio.get_running_loop().run_in_executor(self._forwards, self._target.verify, request)
         for item, verdict in zip(request.items, reply.verdicts, strict=True):
             if item.context is not None:
-                tell(logger, logging.DEBUG, "sequence opened", item.sequence_id, tokens=len(item.tokens))
+                told = {"choice": item.sequence_id, "tokens": len(item.tokens)}
+                tell(logger, logging.DEBUG, "sequence opened", item.context.log_id, **told)
             if verdict.error is not None:
-                tell(logger, logging.WARNING, "sequence failed", item.sequence_id, error=verdict.error)
+                tell(logger, logging.WARNING, "sequence failed", choice=item.sequence_id, error=verdict.error)
         return reply

@@ -5,6 +5,7 @@ starts, with ``RAY_SERVE_TRACING_SAMPLING_RATIO`` (Serve's default is 0.01) and 
 variables. Serve makes a span for the HTTP request in each of its processes; the router's span is a child of the Api's.
 """
 
+import sys
 from typing import Any
 
 from engine.types import Delta, GenerateRequest, StepReport
@@ -26,12 +27,12 @@ def otlp_exporter() -> list[Any]:
 
 
 def find_tracer() -> Any | None:
-    """The tracer of this process, None while nobody has set tracing up or OpenTelemetry is not installed."""
-    try:
-        from opentelemetry import trace
-        from opentelemetry.sdk.trace import TracerProvider
-    except ImportError:
+    """The tracer of this process, None while nobody has set tracing up: what was never imported was not set up either."""
+    if "opentelemetry.sdk.trace" not in sys.modules:
         return None
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
     provider = trace.get_tracer_provider()
     return provider.get_tracer(TRACER_NAME) if isinstance(provider, TracerProvider) else None
 

@@ -92,6 +92,8 @@ class SequenceContext(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     prompt_length: int
     """Tokens before the first generated one; penalties and ``min_tokens`` count from here."""
+    log_id: str = ""
+    """As in `GenerateRequest`."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -87,9 +87,7 @@ def draft(**changes: Any) -> dict[str, Any]:
     return {**healthy, **changes}
 
 
-def routes(
-    *, metrics: dict[str, float] | None = None, health: dict[str, Any] | None = None, **controller: Any
-) -> Routes:
+def routes(*, metrics: dict[str, float] | None = None, health: dict[str, Any] | None = None, **controller: Any) -> Routes:
     """What a server says, with parts of it changed; ``metrics`` are added by name and labels."""
     told = {
         "ready": True,

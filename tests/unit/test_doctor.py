@@ -63,7 +63,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "depth",
         "ray status",
     ),
-    "depth 0, dear": ({"metrics": NO_DRAFTS, "lane_details": [lane(**DEAR, acceptance=0.3)]}, "warning", "depth", "not even for one"),
+    "depth 0, dear": (
+        {"metrics": NO_DRAFTS, "lane_details": [lane(**DEAR, acceptance=0.3)]},
+        "warning",
+        "depth",
+        "not even for one",
+    ),
     "depth 0, load": ({"metrics": NO_DRAFTS}, "warning", "depth", "lanes.max"),
     "no gain": ({"lane_details": [lane(**DEAR, acceptance=0.3)]}, "warning", "expected gain", "1.00 times"),
     "above break-even": ({"actual_batch": 80.0}, "warning", "break-even", "pays below 64"),
@@ -79,7 +84,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "threads",
         "64 threads on 8 cores",
     ),
-    "spinning": ({"lane_details": [lane(processes={"target": facts(spin_count=None)})]}, "warning", "threads", "GOMP_SPINCOUNT"),
+    "spinning": (
+        {"lane_details": [lane(processes={"target": facts(spin_count=None)})]},
+        "warning",
+        "threads",
+        "GOMP_SPINCOUNT",
+    ),
     "memory": ({"process": facts(memory_available_bytes=1_000_000_000)}, "problem", "memory", "1.0 of 64.0 GB"),
     "preemptions": (
         {"metrics": {f'preemptions_total{{lane="{LANE}"}}': 9.0}},
@@ -144,10 +154,14 @@ def test_a_server_of_an_older_release_is_examined_as_far_as_it_tells() -> None:
 
 @pytest.mark.parametrize(
     ("findings", "code"),
-    [([ok("a", "x")], 0), ([ok("a", "x"), warning("b", "y", "do")], 0), ([warning("b", "y", "do"), problem("c", "z", "mend")], 1)],
+    [
+        ([ok("a", "x")], 0),
+        ([ok("a", "x"), warning("b", "y", "do")], 0),
+        ([warning("b", "y", "do"), problem("c", "z", "mend")], 1),
+    ],
 )
 def test_the_exit_code_is_that_of_the_worst(findings: list[Any], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug guarded: a script that goes on although something is broken, or stops for advice; JSON that is not alone on stdout."""
+    """Bug guarded: a script that goes on although something is broken, or stops for advice; JSON that is not alone."""
     assert report(findings, "s", as_json=True) == code
     printed = json.loads(capsys.readouterr().out)
     assert printed["verdict"] == findings[-1].level

@@ -107,7 +107,7 @@ class Api:
     ):
         """``others`` belong to the application only because they are bound here; they are found by the controller."""
         self._config = parse_config(config)
-        set_up_replica(self._config.logging)
+        set_up_replica()
         self._controller = controller
         streams = self._config.streams
         self._lanes = StreamLanes(read_secret(streams, secret), serve.get_replica_context().replica_tag, read_tls(streams))

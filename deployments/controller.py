@@ -26,7 +26,7 @@ class Controller:
 
     def __init__(self, config: dict[str, Any]):
         section = parse_config(config)
-        set_up_replica(section.logging)
+        set_up_replica()
         self._process = read_facts()
         speculation = section.speculation
         self._configured = {"source": section.draft.source, "max_depth": speculation.max_depth, "depth": speculation.depth}

@@ -35,7 +35,7 @@ class Draft:
         from engine.build import build_served_draft
 
         self._config = parse_config(config)
-        set_up_replica(self._config.logging)
+        set_up_replica()
         self._controller = controller
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="propose")
         loop = asyncio.get_running_loop()

@@ -30,9 +30,9 @@ def serve_options(section: LoggingConfig, *, access_log: bool = True) -> dict[st
     return {"logging_config": {**own, "enable_access_log": access_log}}
 
 
-def set_up_replica(section: LoggingConfig) -> None:
-    """In a Serve replica: what our modules log goes where Serve's lines go, in the same format."""
-    _share_handlers(logging.getLogger(SERVE_LOGGER), section.level)
+def set_up_replica() -> None:
+    """In a Serve replica: what our modules log goes where Serve's lines go, in the same format and from the same level on."""
+    _share_handlers(logging.getLogger(SERVE_LOGGER))
 
 
 def set_up_actor(section: LoggingConfig, component: str) -> None:
@@ -43,7 +43,7 @@ def set_up_actor(section: LoggingConfig, component: str) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(section.level)
-    _share_handlers(logger, section.level)
+    _share_handlers(logger)
 
 
 def tell(logger: logging.Logger, level: int, event: str, name: str = "", **facts: Any) -> None:
@@ -58,13 +58,13 @@ def tell(logger: logging.Logger, level: int, event: str, name: str = "", **facts
     logger.log(level, "%s", text, extra={"event": event, **({"request_id": name} if name else {}), **told}, stacklevel=2)
 
 
-def _share_handlers(source: logging.Logger, level: str) -> None:
+def _share_handlers(source: logging.Logger) -> None:
     """The very list, so that our modules follow when Serve sets up its logger anew."""
     for package in OWN_PACKAGES:
         logger = logging.getLogger(package)
         logger.handlers = source.handlers
         logger.propagate = False
-        logger.setLevel(level)
+        logger.setLevel(source.level)
 
 
 def _as_text(value: Any) -> str:

@@ -55,7 +55,7 @@ class Router:
 
     async def __init__(self, config: dict[str, Any], secret: str, controller: DeploymentHandle[Any]):  # type: ignore[misc]
         self._config = parse_config(config)
-        set_up_replica(self._config.logging)
+        set_up_replica()
         self._controller = controller
         self._lane_id = serve.get_replica_context().replica_tag
         self._counters = LaneCounters()

@@ -147,7 +147,8 @@ def test_no_token_is_ever_logged(lines: Lines, form: str) -> None:
 def test_what_our_modules_log_goes_where_the_lines_of_serve_go(lines: Lines) -> None:
     """Bug guarded: warnings of the engine that no file of the replica has, and a level that they do not heed."""
     logging.getLogger(SERVE_LOGGER).handlers[:] = [logging.StreamHandler(first := io.StringIO())]
-    set_up_replica(LoggingConfig(level="WARNING"))
+    logging.getLogger(SERVE_LOGGER).setLevel("WARNING")
+    set_up_replica()
     logging.getLogger("engine.drivers").info("unheard")
     logging.getLogger("engine.drivers").warning("target lost")
     logging.getLogger(SERVE_LOGGER).handlers[:] = [logging.StreamHandler(again := io.StringIO())]  # Serve sets up anew

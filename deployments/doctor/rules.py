@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autoscale.cost_model import StepCost
 from deployments.doctor.findings import Finding, ok, problem, warning
 from deployments.doctor.seen import Seen
 
@@ -11,6 +12,8 @@ ENOUGH_ROUNDS, ENOUGH_DRAFTED = 50, 100
 LOW_ACCEPTANCE = 0.5
 DEAR_DRAFT = 0.7
 """Draft step over target step."""
+MANY_TOKENS, STEEP = 16, 8.0
+"""Verifying so many tokens should take less than so many times as long as one of them."""
 LONG_HOP = 0.2
 """Hop over target step."""
 SMALL_GAIN = 1.05
@@ -38,7 +41,7 @@ def readiness(seen: Seen) -> Iterator[Finding]:
         advice = "look at `serve status` and at the replicas' logs; a large model loads for minutes"
         yield problem("ready", str(seen.health.get("reason")), advice)
         return
-    yield ok("ready", f"{len(seen.lanes)} lanes, {len(seen.drafts)} drafts")
+    yield ok("ready", f"lanes: {len(seen.lanes)}, drafts: {len(seen.drafts)}")
     for reason in seen.health.get("degraded") or []:
         yield warning("degraded", reason, "drafts are missing; requests go on without them: look at the draft replicas' logs")
 
@@ -132,6 +135,7 @@ def step_times(seen: Seen) -> Iterator[Finding]:
             yield problem("step times", f"{lane['lane_id']}: the target was not measured", advice)
             continue
         target_s = cost.target.time(1)
+        yield from _steepness(lane["lane_id"], cost.target)
         told = f"{lane['lane_id']}: target {1e3 * target_s:.1f} ms for 1 token, {1e3 * cost.target.time(16):.1f} ms for 16"
         if cost.draft is None:
             yield ok("step times", f"{told}; drafts cost nothing or were not measured")
@@ -143,6 +147,16 @@ def step_times(seen: Seen) -> Iterator[Finding]:
             yield warning("step times", told, advice)
         else:
             yield ok("step times", told)
+
+
+def _steepness(lane_id: str, target: StepCost) -> Iterator[Finding]:
+    slower = target.time(MANY_TOKENS) / target.time(1)
+    if slower > STEEP:
+        told = f"{lane_id}: a forward of {MANY_TOKENS} tokens takes {slower:.1f} times as long as one of 1"
+        advice = (
+            "measured while the machine was busy (idle lanes measure again), or this device computes too slowly to speculate"
+        )
+        yield warning("step times", told, advice)
 
 
 def acceptance(seen: Seen) -> Iterator[Finding]:
@@ -216,6 +230,9 @@ def break_even(seen: Seen) -> Iterator[Finding]:
         yield warning("break-even", told, "speculation rests at this load, as it should; more lanes (lanes.max) bring it back")
     elif limit > 1:
         yield ok("break-even", f"speculation pays below {limit} requests per lane; {batch:.1f} now")
+    else:
+        advice = "see step times, acceptance and expected gain: one of them says why"
+        yield warning("break-even", "by what was measured, speculation pays at no batch size", advice)
 
 
 def fallbacks(seen: Seen) -> Iterator[Finding]:
@@ -233,9 +250,9 @@ def fallbacks(seen: Seen) -> Iterator[Finding]:
 
 
 def threads(seen: Seen) -> Iterator[Finding]:
-    """OpenMP on cores that others use, too."""
+    """OpenMP in the processes that compute, on cores that others use, too."""
     for name, facts in seen.processes.items():
-        if facts["num_threads"] is None:
+        if facts["num_threads"] is None or name.split()[0] not in ("target", "draft"):
             continue
         if facts["num_threads"] > facts["num_cpus"]:
             told = f"{name}: {facts['num_threads']} threads on {facts['num_cpus']} cores"

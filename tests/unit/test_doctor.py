@@ -71,6 +71,13 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "depth 0, load": ({"metrics": NO_DRAFTS}, "warning", "depth", "lanes.max"),
     "no gain": ({"lane_details": [lane(**DEAR, acceptance=0.3)]}, "warning", "expected gain", "1.00 times"),
+    "steep": (
+        {"lane_details": [lane(target_step_times=[[1, 0.03], [16, 0.4]])]},
+        "warning",
+        "step times",
+        "13.3 times as long",
+    ),
+    "never pays": ({"break_even_batch": 1}, "warning", "break-even", "at no batch size"),
     "above break-even": ({"actual_batch": 80.0}, "warning", "break-even", "pays below 64"),
     "fallbacks": (
         {"metrics": {f'fallbacks_total{{lane="{LANE}",reason="late"}}': 300.0}},

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.dashboard.latency import LatencyWindow
 from deployments.dashboard.page import page
 from deployments.keys import Keys
+from deployments.logs import request_id
 from deployments.openai import Answer, Job, ServedModel, model_not_found, validate_chat, validate_completion
 from deployments.schema import ApiError, Part, as_api_error, model_card
 from engine.config import ApiConfig
@@ -35,6 +36,8 @@ HEARTBEAT_S = 15.0
 STATUS_TIMEOUT_S = 5.0
 OPEN_PATHS = frozenset({"/health", "/livez", "/dashboard"})
 """What answers without a key; every other route, also a new one, needs one. The page holds no data and asks for the key."""
+
+LONGEST_REQUEST_ID = 128
 
 _INLINE_BODY_BYTES = 4096
 """Larger bodies are parsed and tokenised in a thread: about a microsecond per character."""
@@ -81,12 +84,16 @@ class ApiState:
     request_timeout_s: float | None = None
     """Longest time for an answer, for a stream the longest time without a token; then 408, or an error in the stream."""
     heartbeat_s: float = HEARTBEAT_S
+    answers_request_id: bool = True
+    """Whether the header ``x-request-id`` is ours to send; false under Ray Serve, which adds it to every answer itself."""
+    trace_parent: Callable[[], str] = lambda: ""
+    """The current span, for `GenerateRequest.trace_parent`."""
 
 
 def build_http_app(state: ApiState) -> FastAPI:
     """The application with all its routes."""
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_Envelope, keys=state.api_keys)
+    app.add_middleware(_Envelope, keys=state.api_keys, answers_request_id=state.answers_request_id)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation_routes(app, state)
     _add_model_routes(app, state)
@@ -193,6 +200,7 @@ async def _answer(state: ApiState, validate: _Validate, body: bytes) -> Response
         job = await asyncio.to_thread(_prepare, state, validate, body)
     else:
         job = _prepare(state, validate, body)
+    job = _traceable(job, state.trace_parent())
     if not job.stream:
         return _json(await _complete(state, job))
     frames = _frames(state, job)
@@ -207,6 +215,12 @@ def _prepare(state: ApiState, validate: _Validate, body: bytes) -> Job:
     if not isinstance(parsed, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return validate(parsed, state.config, state.model)
+
+
+def _traceable(job: Job, trace_parent: str) -> Job:
+    """With what lets logs and traces of other processes be joined with this HTTP request."""
+    told = {"log_id": request_id.get(), "trace_parent": trace_parent}
+    return replace(job, requests=tuple(msgspec.structs.replace(request, **told) for request in job.requests))
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -421,9 +435,10 @@ class _EventStream(Response):
 class _Envelope:
     """Around every route: the request id, the key, and errors in OpenAI's shape."""
 
-    def __init__(self, app: ASGIApp, keys: Keys | None):
+    def __init__(self, app: ASGIApp, keys: Keys | None, answers_request_id: bool):
         self._app = app
         self._keys = keys
+        self._answers_request_id = answers_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -431,7 +446,9 @@ class _Envelope:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        reply = _Reply(send, _request_id(headers.get("x-request-id", "")))
+        name = _request_id(headers.get("x-request-id", ""))
+        reply = _Reply(send, name if self._answers_request_id else None)
+        named = request_id.set(name)
         try:
             self._check_key(scope["path"], headers.get("authorization", ""))
             await self._app(scope, receive, reply)
@@ -440,6 +457,8 @@ class _Envelope:
             if reply.started:
                 raise
             await _error_response(answer)(scope, receive, reply)
+        finally:
+            request_id.reset(named)
 
     def _check_key(self, path: str, authorization: str) -> None:
         if self._keys is None or path in OPEN_PATHS:
@@ -451,21 +470,22 @@ class _Envelope:
 
 
 class _Reply:
-    """``send`` with the request id in the headers; remembers whether an answer has begun."""
+    """``send`` with the request id, if any, in the headers; remembers whether an answer has begun."""
 
-    def __init__(self, send: Send, request_id: str):
+    def __init__(self, send: Send, name: str | None):
         self.started = False
         self._send = send
-        self._request_id = request_id
+        self._name = name
 
     async def __call__(self, message: Message) -> None:
         """Pass one message on."""
         if message["type"] == "http.response.start":
             self.started = True
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            if self._name is not None:
+                MutableHeaders(scope=message)["x-request-id"] = self._name
         await self._send(message)
 
 
 def _request_id(given: str) -> str:
-    """The caller's own id, so that logs can be joined, or a new one."""
-    return given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else f"req_{secrets.token_hex(12)}"
+    """The caller's own id, so that logs can be joined, with ``_`` for what could forge a line of them; or a new one."""
+    return re.sub(r"[^\w.:-]", "_", given, flags=re.ASCII)[:LONGEST_REQUEST_ID] or f"req_{secrets.token_hex(12)}"

@@ -20,12 +20,15 @@ from deployments.api import ApiState, build_http_app
 from deployments.controller import Controller
 from deployments.dashboard.data import cluster_data
 from deployments.draft import Draft
+from deployments.facts import read_facts
 from deployments.handle_calls import complete_call, load_served_model, stream_call
 from deployments.keys import KeyFile
 from deployments.lanes import StreamLanes
+from deployments.logs import serve_options, set_up_replica
 from deployments.memory import freeze_loaded
 from deployments.messages import Directory, LaneStatus
 from deployments.router import Router
+from deployments.tracing import current_trace_parent, find_tracer
 from deployments.wire import read_secret, read_tls
 from engine.build import draft_is_a_model, preflight
 from engine.config import ApiConfig, OutriderConfig, parse_config
@@ -49,8 +52,10 @@ def build_app(args: OutriderConfig) -> serve.Application:
     # the same while the application is updated, and Ray keeps no copy; else every deployment of the application has a new one.
     secret = "" if args.streams.secret_file else secrets.token_hex(16)
     read_secret(args.streams, secret)
-    controller = _bind(Controller, _small(max_ongoing_requests=1000, logging_config={"enable_access_log": False}), config)
-    router = _bind(Router, _router_options(args), config, secret, controller)
+    logs = serve_options(args.logging)
+    quiet = serve_options(args.logging, access_log=False)
+    controller = _bind(Controller, _small(max_ongoing_requests=1000, **quiet), config)
+    router = _bind(Router, {**_router_options(args), **logs}, config, secret, controller)
     drafts = []
     if draft_is_a_model(args) and args.drafts.max > 0 and args.speculation.max_depth > 0:
         options = {
@@ -58,10 +63,11 @@ def build_app(args: OutriderConfig) -> serve.Application:
             "graceful_shutdown_wait_loop_s": DRAIN_LOOP_S,
             "ray_actor_options": {"num_cpus": args.drafts.num_cpus, "num_gpus": args.drafts.num_gpus},
             **replica_options(args.drafts.min, args.drafts.max),
+            **logs,
         }
         drafts.append(_bind(Draft, options, config, secret, tokenizer.fingerprint, controller))
     api_options = _small(
-        num_replicas=args.api.replicas, max_ongoing_requests=10_000, graceful_shutdown_timeout_s=LONGEST_STREAM_S
+        num_replicas=args.api.replicas, max_ongoing_requests=10_000, graceful_shutdown_timeout_s=LONGEST_STREAM_S, **logs
     )
     return _bind(Api, api_options, config, secret, controller, [router, *drafts])
 
@@ -102,6 +108,7 @@ class Api:
     ):
         """``others`` belong to the application only because they are bound here; they are found by the controller."""
         self._config = parse_config(config)
+        set_up_replica()
         self._controller = controller
         streams = self._config.streams
         self._lanes = StreamLanes(read_secret(streams, secret), serve.get_replica_context().replica_tag, read_tls(streams))
@@ -117,7 +124,10 @@ class Api:
             dashboard=self._dashboard,
             api_keys=_open_keys(self._config.api),
             request_timeout_s=self._config.api.request_timeout_s,
+            answers_request_id=False,  # Serve's own middleware does
+            trace_parent=(lambda: "") if find_tracer() is None else current_trace_parent,
         )
+        self._process = read_facts()
         freeze_loaded()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -180,4 +190,4 @@ class Api:
 
     async def _snapshot(self) -> dict[str, Any]:
         snapshot: dict[str, Any] = await self._controller.snapshot.remote()
-        return snapshot
+        return {**snapshot, "api_process": self._process}

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from deployments.endpoint import DEFAULT_URL, read_headers
 from engine.config import OutriderConfig, load_config, parse_config, use_patient_threads
 from engine.errors import ConfigError, OutriderError
 
@@ -59,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     generate.set_defaults(run=_generate)
 
+    _add_top(commands)
+    _add_doctor(commands)
     _add_verify_lossless(commands)
     _add_simulate(commands)
     _add_calibrate(commands)
@@ -116,8 +119,7 @@ def _add_bench_load(bench: "argparse._SubParsersAction[argparse.ArgumentParser]"
     load.add_argument("--paced", nargs="?", const="", metavar="NAME", help="emulated devices; NAME such as emulated:70b-h100")
     load.add_argument("--model", help="what --url serves; default: the only model that it lists")
     load.add_argument("--api", choices=("chat", "completions"), default="chat", help="endpoint that requests go to")
-    load.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key")
-    load.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is the key")
+    _add_key_options(load)
     load.add_argument("--sweep", metavar="LIST", help="requests in flight, one load after the other; default: 1,2,4,...,64")
     load.add_argument("--rate", metavar="LIST", help="open loop instead: requests per second, arriving at random")
     load.add_argument("--duration", type=float, metavar="S", help="seconds that each load is measured; default: 10")
@@ -131,6 +133,33 @@ def _add_bench_load(bench: "argparse._SubParsersAction[argparse.ArgumentParser]"
     load.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
     load.add_argument("--plot", type=Path, metavar="FILE", help="throughput, TTFT and ITL of all arms, as .png or .svg")
     load.set_defaults(run=_bench_load)
+
+
+def _add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    top = commands.add_parser("top", help="watch a running server: load, depth, price, lanes, drafts")
+    top.add_argument("--url", default=DEFAULT_URL, help=f"server to watch; default: {DEFAULT_URL}")
+    _add_key_options(top)
+    top.add_argument("--once", action="store_true", help="print one frame and end")
+    top.set_defaults(run=_top)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong with a deployment, and what to change",
+        description="With --url (the default): a running server, by its own routes. With --config or --set: a configuration on "
+        "this machine, before it is started. Exit code 1: a problem; warnings are advice.",
+    )
+    _add_config_options(doctor)
+    doctor.add_argument("--url", help=f"running server; default: {DEFAULT_URL}")
+    _add_key_options(doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object on stdout instead of lines")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_key_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first line is the key")
 
 
 def _add_verify_lossless(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -303,6 +332,24 @@ def _generate(parsed: argparse.Namespace) -> int:
         top_p=parsed.top_p,
         seed=parsed.seed,
     )
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    from deployments.top import run_top
+
+    return run_top(parsed.url, read_headers(parsed.api_key_env, parsed.api_key_file), once=parsed.once)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from deployments.doctor.command import run_doctor_on_config, run_doctor_on_server
+
+    has_config = parsed.config is not None or bool(parsed.settings)
+    if has_config and parsed.url is not None:
+        raise ConfigError("--url examines a server that runs already: leave out --config and --set")
+    if has_config:
+        return run_doctor_on_config(read_config(parsed.config, parsed.settings), as_json=parsed.json)
+    headers = read_headers(parsed.api_key_env, parsed.api_key_file)
+    return run_doctor_on_server(parsed.url or DEFAULT_URL, headers, as_json=parsed.json)
 
 
 def _verify_lossless(parsed: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """One per application: hears every lane and draft, answers with the depth table, the directory and the number of replicas."""
 
+import logging
 import time
 from typing import Any
 
@@ -9,10 +10,14 @@ from autoscale.controller_policy import ControllerPolicy
 from autoscale.replicas import ReplicaLimits, ReplicaMemory, ReplicaPolicy
 from autoscale.serve_adapter import ColdStart
 from deployments.counters import draft_summary, overlap_summary
+from deployments.facts import read_facts
+from deployments.logs import SERVE_LOGGER, set_up_replica, tell
 from deployments.messages import Directory, DraftReport, LaneEntry, LaneStatus
 from engine.build import draft_is_a_model
 from engine.config import OutriderConfig, parse_config
+from engine.types import ModelInfo
 
+logger = logging.getLogger(SERVE_LOGGER)
 SILENT_AFTER_S = 5.0
 
 
@@ -21,6 +26,10 @@ class Controller:
 
     def __init__(self, config: dict[str, Any]):
         section = parse_config(config)
+        set_up_replica()
+        self._process = read_facts()
+        speculation = section.speculation
+        self._configured = {"source": section.draft.source, "max_depth": speculation.max_depth, "depth": speculation.depth}
         self._policy = ControllerPolicy(section.speculation.max_depth, section.controller.arrival_half_life_s)
         self._replicas = ReplicaPolicy(replica_limits(section))
         self._replica_memory = ReplicaMemory()
@@ -34,18 +43,23 @@ class Controller:
         """Take in a lane's load; the answer carries what the lane needs to know of the cluster."""
         now_s = time.monotonic()
         self._last_report_unix_s = time.time()
+        if status.load.lane_id not in self._lanes:
+            tell(logger, logging.INFO, "lane joined", lane=status.load.lane_id, address=status.address)
         self._lanes[status.load.lane_id] = (now_s, status)
         self._policy.ingest(status.load, now_s)
         return self._directory(now_s)
 
     async def forget_lane(self, lane_id: str) -> None:
         """A lane has ended, and its target with it."""
-        self._lanes.pop(lane_id, None)
+        if self._lanes.pop(lane_id, None) is not None:
+            tell(logger, logging.INFO, "lane left", lane=lane_id)
         self._policy.forget(lane_id)
 
     async def report_draft(self, report: DraftReport) -> int | None:
         """A draft is alive. The answer is how many there should be; None while that is not decided."""
         now_s = time.monotonic()
+        if report.draft_id not in self._drafts:
+            tell(logger, logging.INFO, "draft joined", draft=report.draft_id, address=report.address)
         self._drafts[report.draft_id] = (now_s, report)
         self._decide(now_s)
         decision = self._replica_memory.decision
@@ -53,7 +67,8 @@ class Controller:
 
     async def forget_draft(self, draft_id: str) -> None:
         """A draft has ended."""
-        self._drafts.pop(draft_id, None)
+        if self._drafts.pop(draft_id, None) is not None:
+            tell(logger, logging.INFO, "draft left", draft=draft_id)
 
     async def directory(self) -> Directory:
         """For Apis, which have nothing to report."""
@@ -85,6 +100,10 @@ class Controller:
                     "target_pid": lane.target_pid,
                     "target_device": lane.target.device,
                     "target_dtype": lane.target.dtype,
+                    "target": _model_facts(lane.target),
+                    "target_step_times": lane.load.target_step_times,
+                    "draft_step_times": lane.load.draft_step_times,
+                    "processes": {"router": lane.process, "target": lane.target_process},
                     "why": lane.explanation,
                     "requests_per_draft": lane.requests_per_draft,
                     **overlap_summary(lane),
@@ -92,7 +111,13 @@ class Controller:
                 for lane in lanes
             ],
             "drafts": [draft.draft_id for draft in self._useful_drafts(now_s)],
-            "draft_details": [draft_summary(draft) for draft in self._live_drafts(now_s)],
+            "draft_details": [
+                {**draft_summary(draft), "model": _model_facts(draft.info), "target_fingerprint": draft.target_fingerprint}
+                | {"process": draft.process}
+                for draft in self._live_drafts(now_s)
+            ],
+            "process": self._process,
+            "configured": self._configured,
         }
 
     def _directory(self, now_s: float) -> Directory:
@@ -164,6 +189,11 @@ def replica_limits(config: OutriderConfig) -> ReplicaLimits:
         idle_s=config.drafts.idle_s,
         dwell_s=config.controller.dwell_s,
     )
+
+
+def _model_facts(info: ModelInfo) -> dict[str, Any]:
+    names = ("name", "device", "dtype", "dtype_reason", "vocab_size", "fingerprint", "max_context", "kv_capacity_tokens")
+    return {name: getattr(info, name) for name in names}
 
 
 def _entry(status: LaneStatus) -> LaneEntry:

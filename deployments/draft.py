@@ -13,6 +13,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from autoscale.serve_adapter import WANTED_REPLICAS
+from deployments.facts import read_facts
+from deployments.logs import set_up_replica, tell
 from deployments.memory import freeze_loaded
 from deployments.merged_draft import MergedDraft
 from deployments.messages import DraftReport
@@ -33,6 +35,7 @@ class Draft:
         from engine.build import build_served_draft
 
         self._config = parse_config(config)
+        set_up_replica()
         self._controller = controller
         self._forwards = ThreadPoolExecutor(max_workers=1, thread_name_prefix="propose")
         loop = asyncio.get_running_loop()
@@ -50,6 +53,7 @@ class Draft:
             protocol=PROTOCOL_VERSION,
             prepares=self._model.prepares,
             process_id=os.getpid(),
+            process=read_facts(),
         )
         self._wanted: int | None = None
         self._announcing = asyncio.create_task(self._announce())
@@ -101,4 +105,9 @@ class Draft:
     async def _run(
         self, proposes: Sequence[ProposeRequest], prepares: Sequence[PrepareRequest]
     ) -> tuple[list[ProposeReply], list[PrepareReply]]:
+        messages: list[ProposeRequest | PrepareRequest] = [*proposes, *prepares]
+        for item in (item for message in messages for item in message.items):
+            if item.context is not None:
+                told = {"choice": item.sequence_id, "tokens": len(item.tokens)}
+                tell(logger, logging.DEBUG, "sequence opened", item.context.log_id, **told)
         return await asyncio.get_running_loop().run_in_executor(self._forwards, self._model.run, proposes, prepares)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from deployments.logs import tell
 from deployments.messages import LaneEntry
 from deployments.wire import CallFailed, Leaving, Tls, Unreachable, WireClient, WireError
 from engine.drivers import Clock
@@ -108,6 +109,7 @@ class StreamLanes:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """One request's deltas; raises `InvalidRequest`, `Overloaded` or `LaneError`."""
         before = last = Delta(request_id=request.request_id, token_ids=())
+        name = request.log_id or request.request_id
         num_lost, deadline_s, output = 0, self._clock() + self._patience_s, list(request.output_ids)
         while num_lost <= MAX_RESUMES:
             lane = await self._choose(deadline_s)
@@ -122,10 +124,11 @@ class StreamLanes:
                         yield last
                 return
             except _NotTaken as error:
-                logger.info("a lane did not take request %s: %s", request.request_id, error)
+                tell(logger, logging.INFO, "request not taken by a lane", name, choice=request.request_id, reason=error)
             except _LaneLost as error:
                 before, num_lost, deadline_s = last, num_lost + 1, self._clock() + self._resume_patience_s
-                logger.warning("request %s lost its lane (%s) and goes on in another", request.request_id, error)
+                told = {"choice": request.request_id, "reason": error, "tokens": len(output), "times": num_lost}
+                tell(logger, logging.WARNING, "request lost its lane and goes on in another", name, **told)
         raise LaneError(f"the request lost its lane {num_lost} times")
 
     async def _stream(self, lane: _Lane, request: GenerateRequest) -> AsyncGenerator[Delta]:
@@ -141,7 +144,8 @@ class StreamLanes:
             lane.retry_at_s = self._clock() + RETRY_S
             raise _NotTaken(str(error)) from None
         except CallFailed as error:
-            logger.error("request %s failed in its lane: %s", request.request_id, error)
+            name = request.log_id or request.request_id
+            tell(logger, logging.ERROR, "request failed in its lane", name, choice=request.request_id, reason=error)
             raise LaneError(f"the lane failed: {error.kind}") from None
         except WireError as error:
             lane.retry_at_s = self._clock() + RETRY_S

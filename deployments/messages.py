@@ -6,6 +6,29 @@ from autoscale.signals import DepthTable, LaneReport, StepTimes
 from engine.types import ModelInfo
 
 
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A process and its machine, as they were when it became ready (`deployments.facts`)."""
+
+    process_id: int
+    host: str
+    python: str
+    packages: dict[str, str]
+    """Versions by name."""
+    num_cpus: int
+    """That it may run on."""
+    num_threads: int | None = None
+    """Of torch; None where torch is not loaded."""
+    spin_count: str | None = None
+    """``GOMP_SPINCOUNT``."""
+    nice: int = 0
+    memory_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    visible_gpus: str | None = None
+    """``CUDA_VISIBLE_DEVICES``."""
+    haproxy: bool = False
+    """Whether Serve was told to use HAProxy as its ingress."""
+
+
 class DraftWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a draft replica serves, and how it merges the work of several lanes."""
 
@@ -40,6 +63,8 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     work: DraftWork = DraftWork()
     leaving: bool = False
     """The replica answers what it has been asked and takes no more."""
+    process: ProcessFacts | None = None
+    """None from a release that did not say."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -106,6 +131,9 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Keys as in `deployments.counters.BUCKETS`."""
     kv_used_tokens: int = 0
     """Tokens of KV cache that running requests take, in whole blocks."""
+    process: ProcessFacts | None = None
+    """Of the router."""
+    target_process: ProcessFacts | None = None
 
 
 class LaneEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ import logging
 from typing import Any
 
 from deployments.counters import traffic_of
-from deployments.messages import DraftReport, Traffic
+from deployments.logs import tell
+from deployments.messages import DraftReport, ProcessFacts, Traffic
 from deployments.wire import Tls, WireClient, WireError
 from engine.drivers import DraftUnavailable, TargetLost
 from engine.propose.base import DraftSource
@@ -40,6 +41,10 @@ class StreamTarget:
         self.pid = 0
         self.head_step_times: tuple[tuple[int, float], ...] = ()
         """(rows, seconds) of a step of the prediction heads that live there; empty without any."""
+        self.process: ProcessFacts | None = None
+        """What the target's process says of itself."""
+        self.num_losses = 0
+        """Times that it did not answer any more and was waited for."""
 
     @property
     def traffic(self) -> Traffic:
@@ -48,7 +53,8 @@ class StreamTarget:
 
     async def connect(self) -> ModelInfo:
         """Wait until the actor has loaded its model and open the stream; raises what its constructor raised."""
-        address, self.pid, info = await self._actor.hello.remote()
+        address, self.process, info = await self._actor.hello.remote()
+        self.pid = self.process.process_id
         self.head_step_times = await self._actor.head_step_times.remote()
         if self._client is not None:
             self._traffic_before += traffic_of(self._client)
@@ -63,7 +69,9 @@ class StreamTarget:
         try:
             return await self._client.call("verify", request, VerifyReply, VERIFY_DEADLINE_S)
         except WireError as error:
-            logger.warning("the target does not answer: %s", error)
+            self.num_losses += 1
+            names = ",".join(item.sequence_id for item in request.items)
+            tell(logger, logging.WARNING, "the target does not answer", reason=error, choices=names)
             await self._reconnect()
             raise TargetLost(str(error)) from None
 

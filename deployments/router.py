@@ -17,10 +17,14 @@ from autoscale.serve_adapter import WANTED_REPLICAS
 from autoscale.signals import LaneReport
 from deployments.counters import LaneCounters
 from deployments.draft_pool import DraftPool, shares_cores
+from deployments.facts import read_facts
+from deployments.journal import Journal
+from deployments.logs import set_up_replica
 from deployments.memory import freeze_loaded
 from deployments.messages import Directory, DraftReport, LaneStatus
 from deployments.remote import LocalDraft, NoDraft, StreamTarget, TargetHeads
 from deployments.target import TargetActor
+from deployments.tracing import find_tracer
 from deployments.wire import Answers, Tls, WireClient, WireServer, decode, read_secret, read_tls
 from engine.build import build_free_source, draft_is_a_model, drafts_beside_target
 from engine.calibrate import StepTimes, measure_target
@@ -53,6 +57,7 @@ class Router:
 
     async def __init__(self, config: dict[str, Any], secret: str, controller: DeploymentHandle[Any]):  # type: ignore[misc]
         self._config = parse_config(config)
+        set_up_replica()
         self._controller = controller
         self._lane_id = serve.get_replica_context().replica_tag
         self._counters = LaneCounters()
@@ -61,6 +66,8 @@ class Router:
         secret = read_secret(self._config.streams, secret)
         self._target = StreamTarget(self._actor, secret, tls)
         self._info = await self._target.connect()
+        self._journal = Journal(find_tracer(), lambda: self._target.num_losses)
+        self._process = read_facts()
         level = logging.WARNING if self._info.row_invariant is False else logging.INFO
         logger.log(level, "%s: numerics %s, %s", self._info.name, self._info.numerics, self._info.row_invariance)
         self._policy = _build_policy(self._config, self._info)
@@ -92,13 +99,14 @@ class Router:
     async def _generate(self, body: bytes, caller: str, answers: Answers) -> None:
         """Stream one request; leaving the stream cancels it. Raises `InvalidRequest` or `Overloaded` before the first delta."""
         request = decode(body, GenerateRequest)
-        with self._counters.watching(request) as watch:
+        with self._counters.watching(request) as watch, self._journal.open(request) as entry:
             check_request(request, self._info)
             request = fit_to_cache(request, self._info)
             self._counters.arrived()
 
             def deliver(delta: Delta) -> None:
                 watch.saw(delta)
+                entry.saw(delta)
                 answers.put_nowait(delta)
 
             await self._driver.play(request, deliver)
@@ -160,6 +168,7 @@ class Router:
             logger.warning("the controller was not told that this lane leaves: %s", type(error).__name__)
 
     def _round_done(self, report: StepReport) -> None:
+        self._journal.round_done(report)
         self._counters.round_done(report, time.monotonic())
 
     async def _report_for_ever(self) -> None:
@@ -263,6 +272,8 @@ class Router:
             leaving=self._server.leaving,
             target=self._info,
             target_pid=self._target.pid,
+            process=self._process,
+            target_process=self._target.process,
             draft_name=self._draft.name,
             draft_state=self._draft.state,
             explanation=self._policy.explain(),

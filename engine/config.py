@@ -328,6 +328,19 @@ class ApiConfig(_Section):
     )
 
 
+class LoggingConfig(_Section):
+    """What the application's processes log. Prompts and answers are never in it, whatever the level."""
+
+    format: Literal["text", "json"] = Field(
+        "text", description="json: one JSON object per line, with `request_id` and the facts"
+    )
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO",
+        description="INFO has a line for the start and the end of every request. Where format and level are the defaults, a "
+        "`logging_config` of Ray Serve's own applies",
+    )
+
+
 class OutriderConfig(_Section):
     """Everything that can be set."""
 
@@ -339,6 +352,7 @@ class OutriderConfig(_Section):
     controller: ControllerConfig = Field(default_factory=lambda: ControllerConfig())
     streams: StreamsConfig = Field(default_factory=lambda: StreamsConfig())
     api: ApiConfig = Field(default_factory=lambda: ApiConfig())
+    logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig())
 
     @model_validator(mode="after")
     def _draft_is_another_model(self) -> "OutriderConfig":

@@ -83,6 +83,7 @@ class Request:
     def __init__(self, request: GenerateRequest, decoder: TokenDecoder | None, arrived_s: float):
         """``decoder`` is needed for stop strings only; ids already committed elsewhere are walked through it first."""
         self.id = request.request_id
+        self.log_id = request.log_id
         self.params: SamplingParams = request.params
         self.prompt_length = len(request.prompt_ids)
         self.ids: list[int] = [*request.prompt_ids, *request.output_ids]
@@ -126,7 +127,7 @@ class Request:
     @property
     def context(self) -> SequenceContext:
         """What a worker needs to sample for this request."""
-        return SequenceContext(params=self.params, prompt_length=self.prompt_length)
+        return SequenceContext(params=self.params, prompt_length=self.prompt_length, log_id=self.log_id)
 
     def apply(self, event: Event) -> None:
         """Move to the next state; raises `InvalidTransitionError` where the table has no entry."""

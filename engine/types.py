@@ -80,6 +80,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     output_ids: tuple[int, ...] = ()
     """Tokens already committed elsewhere: the request resumes after them (they are not sent again)."""
+    log_id: str = ""
+    """By which logs and traces know it, as the client does: the id of its HTTP request. Empty: ``request_id``."""
+    trace_parent: str = ""
+    """The span that it belongs to, as in the W3C header ``traceparent``; empty while tracing is off."""
 
 
 class SequenceContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +92,8 @@ class SequenceContext(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     prompt_length: int
     """Tokens before the first generated one; penalties and ``min_tokens`` count from here."""
+    log_id: str = ""
+    """As in `GenerateRequest`."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

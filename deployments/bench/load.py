@@ -23,9 +23,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from deployments.bench.load_client import PATHS, Answer, Arm, Endpoint, ask, find_endpoint
 from deployments.bench.load_loops import TOO_MANY, Played, play_closed, play_open, poisson_arrivals
-from deployments.bench.load_plan import LoadOptions, LoadPlan, Request, check_place, read_headers
+from deployments.bench.load_plan import LoadOptions, LoadPlan, Request, check_place
 from deployments.bench.load_report import ADAPTIVE, AS_SERVED, OFF, Cell, Results, draw_points, print_report, summary
 from deployments.bench.plot import check_plot_file
+from deployments.endpoint import read_headers
 from engine.config import OutriderConfig
 from engine.errors import OutriderError
 
@@ -41,7 +42,7 @@ def run_bench_load(options: LoadOptions, config: OutriderConfig | None, *, as_js
     """
     check_place(options, has_config=config is not None)
     plan = LoadPlan.of(options)
-    headers = read_headers(options)
+    headers = read_headers(options.api_key_env, options.api_key_file)
     if plot is not None:
         check_plot_file(plot)
     with _place(options, config, headers) as (endpoint, arms):

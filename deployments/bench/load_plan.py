@@ -3,10 +3,9 @@
 import itertools
 import json
 import math
-import os
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,31 +188,6 @@ def _prompt(path: Path, number: int, line: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f'--prompts {path}, line {number}: expected {{"prompt": "..."}}, got {line[:60]}')
     return text
-
-
-def read_headers(options: LoadOptions) -> dict[str, str]:
-    """The key that requests carry, from where the options say it is; raises `ConfigError`. It is never an argument itself."""
-    if options.api_key_env is not None and options.api_key_file is not None:
-        raise ConfigError("--api-key-env and --api-key-file both name a key: give one of them")
-    if options.api_key_env is not None:
-        key = os.environ.get(options.api_key_env, "").strip()
-        source = f"--api-key-env {options.api_key_env}: this variable"
-    elif options.api_key_file is not None:
-        key, source = _first_line(options.api_key_file), f"--api-key-file {options.api_key_file}: this file"
-    else:
-        return {}
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{source} holds no key")
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _first_line(path: Path) -> str:
-    """Empty lines and lines that begin with # do not count, as in the server's own ``api.keys_file``."""
-    try:
-        lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path}: cannot be read: {error}") from None
-    return next((line.strip() for line in lines if line.strip() and not line.strip().startswith("#")), "")
 
 
 def check_place(options: LoadOptions, *, has_config: bool) -> None:

@@ -107,6 +107,8 @@ class TranslatedModel:
     """
 
     shares_prefixes = False
+    hidden: Sequence[Tensor] = ()
+    """None are kept."""
 
     def __init__(self, model: EngineModel, shared: SharedVocabulary):
         self._model = model

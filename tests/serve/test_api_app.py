@@ -940,6 +940,18 @@ async def test_request_ids():
         for given, kept in (("my-id.1", True), ("a b", False), ("x" * 200, False)):
             reply = await client.get("/livez", headers={"x-request-id": given})
             assert (reply.headers["x-request-id"] == given) is kept
+        reply = await client.get("/livez", headers={"x-request-id": "a b"})
+        assert reply.headers["x-request-id"] == "a_b"
+
+
+async def test_the_id_travels_with_the_request():
+    """Guards: logs of other processes that cannot be joined with the answer; and a second id where the server adds its own."""
+    lanes = FakeLanes()
+    async with connect(lanes, answers_request_id=False, trace_parent=lambda: "00-1-2-01") as client:
+        reply = await client.post("/v1/completions", json=completion(n=2), headers={"x-request-id": "mine"})
+        assert "x-request-id" not in reply.headers
+    assert [(request.log_id, request.trace_parent) for request in lanes.requests] == [("mine", "00-1-2-01")] * 2
+    assert len({request.request_id for request in lanes.requests}) == 2
 
 
 async def test_failures_are_logged_and_not_shown(caplog):

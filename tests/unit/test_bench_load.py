@@ -17,8 +17,9 @@ import pytest
 from deployments.bench.load import run_bench_load
 from deployments.bench.load_client import PATHS, Answer, ask, find_endpoint
 from deployments.bench.load_loops import Played, Span, play_closed, play_open, poisson_arrivals
-from deployments.bench.load_plan import LoadOptions, LoadPlan, check_place, read_headers, read_prompts
+from deployments.bench.load_plan import LoadOptions, LoadPlan, check_place, read_prompts
 from deployments.bench.load_report import ADAPTIVE, AS_SERVED, OFF, Cell, Results, break_even, draw_points, summary
+from deployments.endpoint import read_headers
 from engine.config import OutriderConfig
 from engine.errors import ConfigError, OutriderError
 
@@ -407,13 +408,13 @@ def test_keys_come_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: p
     """Bug guarded: an empty key sent as one (answered 401 by each request), or a key that must stand on the command line."""
     file = tmp_path / "keys"
     file.write_text("# ours\n\nsecret-1\nsecret-2\n")
-    assert read_headers(LoadOptions(api_key_file=file)) == {"Authorization": "Bearer secret-1"}
+    assert read_headers(None, file) == {"Authorization": "Bearer secret-1"}
     monkeypatch.setenv("A_KEY", " secret-3 ")
-    assert read_headers(LoadOptions(api_key_env="A_KEY")) == {"Authorization": "Bearer secret-3"}
-    assert read_headers(LoadOptions()) == {}
-    for options in (LoadOptions(api_key_env="NO_KEY"), LoadOptions(api_key_env="A_KEY", api_key_file=file)):
+    assert read_headers("A_KEY", None) == {"Authorization": "Bearer secret-3"}
+    assert read_headers(None, None) == {}
+    for options in (("NO_KEY", None), ("A_KEY", file)):
         with pytest.raises(ConfigError, match="--api-key-env"):
-            read_headers(options)
+            read_headers(*options)
 
 
 # --- a foreign server -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""`outrider doctor`: what is wrong with a deployment, and what to change."""

@@ -281,8 +281,8 @@ class Lane:
             else:
                 job.ready, job.kind = 0, ""
         if self._asking is self.policy:
-            self._kept.last_depths = {job.id: job.depth for job in decoding}
-            self._kept.usual_depth = round(sum(job.depth for job in decoding) / batch) if batch else self._kept.usual_depth
+            self._kept.last_depths = {job.id: depth for job, depth in zip(decoding, wanted, strict=True)}
+            self._kept.usual_depth = round(sum(wanted) / batch) if batch else self._kept.usual_depth
         near = []
         for job in self._take_prepared(current, speculating, now_s):
             # A request behind takes a plain step while the draft reads on beside it.

@@ -1,7 +1,10 @@
 """`outrider top`: load, depth, price and the five numbers of a running server, live in the terminal."""
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,6 +17,7 @@ from deployments.scrape import FiveNumbers, Scrape, five_numbers
 from engine.errors import OutriderError
 
 REFRESH_S = 1.0
+PIPE_WIDTH = 160
 NOTHING = "–"
 
 
@@ -22,14 +26,28 @@ def run_top(url: str, headers: dict[str, str], *, once: bool) -> int:
 
     A server that cannot be reached later is waited for: an update of the application must not end the view.
     """
-    routes = read_routes(url, headers)
+    shown: RenderableType = frame(read_routes(url, headers))
+    # A pipe has no width of its own; rich would fold the tables at 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if once:
-        Console().print(frame(routes))
+        console.print(shown)
         return 0
-    with Live(frame(routes), console=Console(), screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), _view(console) as show:
         while True:
-            live.update(_next_frame(url, headers), refresh=True)
+            show(shown)
             time.sleep(REFRESH_S)
+            shown = _next_frame(url, headers)
+    return 0
+
+
+@contextmanager
+def _view(console: Console) -> Iterator[Callable[[RenderableType], None]]:
+    """Shows frames in the place of each other, or one after the other where there is no terminal."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield partial(live.update, refresh=True)
 
 
 def _next_frame(url: str, headers: dict[str, str]) -> RenderableType:
@@ -69,8 +87,8 @@ def _numbers(seen: dict[str, Any], five: FiveNumbers) -> Table:
     now_s = running / rate if running and rate else None
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
-        table.add_column(style="dim")
-        table.add_column(justify="right")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
     table.add_row(
         *(
             "requests/s",
@@ -80,11 +98,11 @@ def _numbers(seen: dict[str, Any], five: FiveNumbers) -> Table:
             "waiting",
             _number(seen.get("waiting"), ".0f"),
         ),
-        *("batch per lane", _number(seen.get("actual_batch"), ".1f")),
+        *("batch", _number(seen.get("actual_batch"), ".1f")),
     )
     table.add_row(
         *("mean depth", _number(seen.get("mean_depth"), ".2f"), "price", _number(seen.get("price"), ".2f")),
-        *("acceptance", _number(seen.get("acceptance"), ".0%"), "expected batch", _number(seen.get("predicted_batch"), ".1f")),
+        *("acceptance", _number(seen.get("acceptance"), ".0%"), "expected", _number(seen.get("predicted_batch"), ".1f")),
     )
     table.add_row(
         *("TTFT", _milliseconds(five.ttft_s), "ITL now", _milliseconds(now_s), "ITL mean", _milliseconds(five.itl_s)),
@@ -107,7 +125,7 @@ def _break_even(seen: dict[str, Any]) -> str:
 
 def _lanes(lanes: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("lane", "running", "waiting", "tokens/s", "depth", "price", "acceptance", "mode", "draft", "hits", "device"):
+    for name in ("lane", "run", "wait", "tok/s", "depth", "price", "acc", "mode", "draft", "hits", "device"):
         table.add_column(name, justify="left" if name in ("lane", "mode", "draft", "device") else "right")
     for lane in lanes:
         why = lane["why"]

@@ -6,9 +6,11 @@ import pytest
 from rich.console import Console
 from routes import LANE, lane, routes
 
+from deployments import top
 from deployments.cli import main
 from deployments.scrape import Scrape, five_numbers
 from deployments.top import frame
+from engine.errors import OutriderError
 
 
 def shown(said: object) -> str:
@@ -74,6 +76,33 @@ def test_sums_and_labels() -> None:
     assert scrape.by_label("x", "peer") == {"t": 3, "d": 4}
     assert scrape.total("y") is None
     assert scrape.ratio("x", "y") is None
+
+
+def test_the_live_view_waits_for_a_server_that_went_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug guarded: a view that ends with an update of the application, or with an error code when somebody leaves it."""
+    answers = iter([routes(), OutriderError("cannot be reached"), routes(qps=77.0)])
+
+    def answer(url: str, headers: dict[str, str]) -> object:
+        said = next(answers)
+        if isinstance(said, OutriderError):
+            raise said
+        return said
+
+    pauses = iter([None, None, KeyboardInterrupt()])
+
+    def pause(seconds: float) -> None:
+        if (leave := next(pauses)) is not None:
+            raise leave
+
+    monkeypatch.setattr(top, "read_routes", answer)
+    monkeypatch.setattr(top.time, "sleep", pause)
+    assert main(["top", "--url", "http://host:8000"]) == 0
+    shown = capsys.readouterr().out
+    assert "cannot be reached; waiting" in shown
+    assert "77.00" in shown
+    assert next(answers, None) is None
 
 
 @pytest.mark.parametrize("command", [["top", "--once"], ["top"], ["doctor"]])

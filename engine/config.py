@@ -23,6 +23,8 @@ MIN_SHARED_TOKENS = 1024
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 SELF_SOURCES = ("self-int8", "self-int4", "self-fp8", "layer-skip")
 """Values of ``draft.source`` that are cheaper versions of the target."""
+DTYPE_SOURCES = ("layer-skip", "model")
+"""Values of ``draft.source`` whose weights ``draft.dtype`` chooses."""
 MODEL_SOURCES = (*SELF_SOURCES, "model")
 """Values of ``draft.source`` that run a model."""
 
@@ -128,6 +130,15 @@ class DraftConfig(_Section):
             raise ValueError("draft.model is missing: `source: model` needs the name of a draft model")
         if self.source not in ("model", "heads") and self.model is not None:
             raise ValueError(f"draft.model is set but draft.source is '{self.source}': set `source: model` or remove the model")
+        return self
+
+    @model_validator(mode="after")
+    def _dtype_is_of_use(self) -> "DraftConfig":
+        if self.dtype != "auto" and self.source not in (*DTYPE_SOURCES, "heads"):
+            raise ValueError(
+                f"draft.dtype is set but draft.source is '{self.source}', which leaves no choice of it: remove it, or set source "
+                f"to one of {', '.join(DTYPE_SOURCES)}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -125,7 +125,7 @@ def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
     tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
     if source != config.draft.source:
-        tree["draft"] |= {"skip_layers": None, "window_tokens": None, "sink_tokens": None}
+        tree["draft"] |= {"dtype": "auto", "skip_layers": None, "window_tokens": None, "sink_tokens": None}
     return parse_config(tree)
 
 

@@ -200,6 +200,8 @@ def test_a_value_out_of_range_is_refused_by_name(data: Any, named: str) -> None:
             {"draft": {"source": "ngram", "suffix_shared_tokens": 4096}},
             "suffix_shared_tokens is set but draft.source is 'ngram'",
         ),
+        ({"draft": {"dtype": "bfloat16"}}, "draft.dtype is set but draft.source is 'self-int8'"),
+        ({"draft": {"source": "ngram", "dtype": "int8"}}, "draft.dtype is set but draft.source is 'ngram'"),
         ({"draft": {"skip_layers": "auto"}}, "draft.skip_layers is set but draft.source is 'self-int8'"),
         ({"draft": {"source": "layer-skip", "skip_layers": [3, 3]}}, "draft.skip_layers must be auto, or different layers"),
         ({"draft": {"source": "layer-skip", "skip_layers": []}}, "draft.skip_layers must be auto, or different layers"),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from deployments.messages import DraftReport, LaneStatus, Traffic
-from engine.types import Delta, StepReport
+from engine.types import MODEL_SOURCE, Delta, SourceStep, StepReport
 
 RECENT_REQUESTS = 64
 RATE_WINDOW_S = 2.0
@@ -31,6 +31,8 @@ class LaneCounters:
         self.misses: Counter[str] = Counter()
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
+        self.sources: dict[str, SourceStep] = defaultdict(SourceStep)
+        """What the drafts of each source came to; keys as in `StepReport.sources`."""
         self.arrivals = 0
         """Since the last report."""
         self._output_lengths: deque[int] = deque(maxlen=RECENT_REQUESTS)
@@ -76,10 +78,16 @@ class LaneCounters:
         self.fallbacks.update(report.fallbacks)
         self.hits.update(report.hits)
         self.misses.update(report.misses)
+        for source, step in report.sources.items():
+            self.sources[source] += step
         _add(self.drafted_per_position, report.drafted_per_position)
         _add(self.accepted_per_position, report.accepted_per_position)
         self._recent.append((now_s, report.num_committed))
         self._depths.append((now_s, sum(report.depths), len(report.depths)))
+
+    def sources_by_name(self, draft_name: str) -> dict[str, SourceStep]:
+        """`sources` with the name of the source that rounds ask."""
+        return {draft_name if source == MODEL_SOURCE else source: step for source, step in self.sources.items()}
 
     def tokens_per_s(self, now_s: float) -> float:
         """Over the last two seconds."""

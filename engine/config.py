@@ -72,6 +72,11 @@ class DraftConfig(_Section):
         description="self-int8: the target's own int8 copy; model: a named model; ngram: text itself, what followed the newest "
         "words last; suffix: text itself, what followed them most often; none: no drafts",
     )
+    text: Literal["none", "ngram", "suffix"] = Field(
+        "none",
+        description="a second source beside a model: what the text itself offers is drafted where it promises more for what it "
+        "costs, request by request and round by round; ngram, suffix: as `source`",
+    )
     model: str | None = Field(None, description="the draft model, for `source: model`")
     dtype: DTypeName | Literal["int8"] = Field("auto", description="int8 quantises the linear layers of a named draft")
     device: str = Field("auto", description="as target.device")
@@ -87,9 +92,9 @@ class DraftConfig(_Section):
     suffix_shared_tokens: int = Field(
         0,
         ge=0,
-        description="for `source: suffix`: each lane drafts also from so many tokens of finished outputs, the newest, whoever "
-        "asked for them (some 400 bytes each); no text changes, but speed may tell a client what others were answered. Under "
-        "rejection and block they are not used. 0: each request is drafted from its own text alone",
+        description="for `suffix`, as source or as text beside a model: each lane drafts also from so many tokens of finished "
+        "outputs, the newest, whoever asked for them (some 400 bytes each); no text changes, but speed may tell a client what "
+        "others were answered. Under rejection and block they are not used. 0: each request is drafted from its own text alone",
     )
 
     @model_validator(mode="after")
@@ -101,10 +106,20 @@ class DraftConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _shared_tokens_are_of_use(self) -> "DraftConfig":
-        if self.suffix_shared_tokens and self.source != "suffix":
+    def _text_is_beside_a_model(self) -> "DraftConfig":
+        if self.text != "none" and self.source in ("ngram", "suffix", "none"):
             raise ValueError(
-                f"draft.suffix_shared_tokens is set but draft.source is '{self.source}': set `source: suffix` or remove it"
+                f"draft.text '{self.text}' stands beside a model, but draft.source is '{self.source}': set "
+                f"`source: {self.text}` and remove draft.text, or name a model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_tokens_are_of_use(self) -> "DraftConfig":
+        if self.suffix_shared_tokens and "suffix" not in (self.source, self.text):
+            raise ValueError(
+                f"draft.suffix_shared_tokens is set but draft.source is '{self.source}': set `source: suffix`, or `text: "
+                "suffix` beside a model, or remove it"
             )
         if 0 < self.suffix_shared_tokens < MIN_SHARED_TOKENS:
             raise ValueError(

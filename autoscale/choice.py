@@ -13,8 +13,9 @@ is not asked for; what the model's steps really cost those that are left is for 
 nothing there falls back on its text.
 
 **Theta.** Plans know what the model's drafts make, not what the text's add, which may be a multiple. So the planned rate is
-multiplied by tokens made per token planned, over the last rounds: online, that is the iteration of Dinkelbach (1967), in which
-the best choice at one rate makes the next one.
+multiplied by tokens made per token planned, over the last rounds of the requests that are there: online, that is the iteration
+of Dinkelbach (1967), in which the best choice at one rate makes the next one. Drafts count as what was expected of them, at
+the cost that is modelled: so only the text moves the factor, and no luck or hiccup does.
 
 **Switching.** In sequential rounds the model has not read what was committed without it. A round with it would have to be
 better by what reading takes, or better again and again: what was forgone is added up, and once it comes to the reading, it is
@@ -29,18 +30,20 @@ function of committed ones, and may be looked at and cut as one likes. Under ``g
 reach the text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoscale.allocation import allocate
 from autoscale.cost_model import RoundCost
+from autoscale.price import expected_tokens
 from autoscale.text_acceptance import TextAcceptance
-from engine.types import StepReport, TextChoice, TextOffer
+from engine.types import TextChoice, TextOffer
 
-YIELD_DECAY = 0.97
-"""Per round: about 33 of them."""
-YIELD_START_TOKENS = 16.0
-MOST_YIELD = 8.0
+YIELD_DECAY = 0.93
+"""Per round: a request remembers about 14 of them."""
+YIELD_START_TOKENS = 6.0
+"""Made as planned, before a request's first round."""
 
 
 class Terms(NamedTuple):
@@ -66,12 +69,22 @@ class Chosen(NamedTuple):
     depth: int
     gain: float
     """Of its text's draft, in tokens."""
+    promised: float
+    """Tokens of it that are likely kept."""
     is_first: bool
     is_held_back: bool
     """The model would have to read too much."""
 
 
-NOT_CHOSEN = Chosen(0, 0.0, False, False)
+NOT_CHOSEN = Chosen(0, 0.0, 0.0, is_first=False, is_held_back=False)
+
+
+@dataclass(slots=True)
+class _Yield:
+    """Of one request, decayed tokens: those it made, and those that its share of the rounds' time was planned to make."""
+
+    made: float = YIELD_START_TOKENS
+    planned: float = YIELD_START_TOKENS
 
 
 class TextChooser:
@@ -82,18 +95,19 @@ class TextChooser:
         self._chosen: dict[str, Chosen] = {}
         self._forgone: dict[str, float] = {}
         """Tokens that the model's drafts would have brought since they were used last."""
-        self._made = self._planned = YIELD_START_TOKENS
-        self._is_used = False
+        self._yields: dict[str, _Yield] = {}
+        self._model_depths: dict[str, int] = {}
+        """Of this round's drafts that came from the model."""
+
+    def yield_factor(self, request_ids: Iterable[str]) -> float:
+        """Tokens made per token that plans for the model alone had promised these requests; at least 1."""
+        known = [self._yields[request_id] for request_id in request_ids if request_id in self._yields]
+        return max(sum(one.made for one in known) / sum(one.planned for one in known), 1.0) if known else 1.0
 
     @property
-    def yield_factor(self) -> float:
-        """Tokens made per token that plans for the model alone had promised; at least 1, and 1 where there is no text."""
-        return min(max(self._made / self._planned, 1.0), MOST_YIELD)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether texts were offered in this round."""
-        return self._is_used
+    def factor(self) -> float:
+        """`yield_factor` of the requests that were offered something in this round; 1 where there is no text."""
+        return self.yield_factor(self._chosen)
 
     def of(self, request_id: str) -> Chosen:
         """What was decided for a request in this round."""
@@ -107,7 +121,7 @@ class TextChooser:
         Each offer comes with what its tokens are worth (`autoscale.pace`), and with the survival of the model's draft in the
         same measure, empty where that is not to be used.
         """
-        self._is_used = True
+        self._chosen.clear()
         texts = [[worth * survival for survival in self.acceptance.survival(offer)] for offer, worth in offers]
         free = RoundCost(terms.cost.target, None, 0.0, terms.cost.context_s)
         depths = allocate(texts, terms.rate, free, terms.batch)
@@ -116,42 +130,50 @@ class TextChooser:
             other = model_gain(model, terms)
             is_held_back = self._is_held_back(offer, other - gain, terms)
             is_first = depth > 0 and (gain >= other or is_held_back)
-            self._chosen[offer.request.request_id] = Chosen(depth, gain, is_first, is_held_back)
+            promised = sum(self.acceptance.survival(offer)[:depth])
+            self._chosen[offer.request.request_id] = Chosen(depth, gain, promised, is_first, is_held_back)
         return self._choices([offer for offer, _ in offers])
 
     def choose_by_length(
         self, offers: Sequence[TextOffer], models: Sequence[Sequence[float]], fixed_depth: int
     ) -> list[TextChoice]:
         """The same for a fixed depth: what promises more kept tokens, whatever it costs."""
-        self._is_used = True
+        self._chosen.clear()
         for offer, model in zip(offers, models, strict=True):
             text = self.acceptance.survival(offer)[:fixed_depth]
             is_first = bool(text) and sum(text) >= sum(model)
-            self._chosen[offer.request.request_id] = Chosen(len(text), sum(text), is_first, is_held_back=False)
+            self._chosen[offer.request.request_id] = Chosen(len(text), sum(text), sum(text), is_first, is_held_back=False)
         return self._choices(offers)
 
     def observe(self, request_id: str, match: int, share: float, kept: int, tested: int) -> None:
         """As `TextAcceptance.observe`."""
         self.acceptance.observe(request_id, match, share, kept, tested)
 
-    def model_was_used(self, request_id: str) -> None:
-        """The model has read all of the request."""
+    def model_was_used(self, request_id: str, depth: int) -> None:
+        """A draft of the model was verified, so it has read all of the request."""
         self._forgone.pop(request_id, None)
+        self._model_depths[request_id] = depth
 
-    def report(self, report: StepReport, planned_rate: float) -> None:
-        """A round ended in which the model alone was to make ``planned_rate`` tokens per second."""
+    def end_round(self, alpha: float, planned_rate: float, cost: RoundCost) -> None:
+        """A round ended in which the model alone, with ``alpha``, was to make ``planned_rate`` tokens/s at ``cost``."""
         self.acceptance.end_round()
+        texts = {name: one for name, one in self._chosen.items() if name not in self._model_depths}
+        deepest, batch = max(self._model_depths.values(), default=0), max(len(self._chosen), 1)
+        verified = len(self._chosen) + sum(one.depth for one in texts.values()) + sum(self._model_depths.values())
+        seconds = cost.verify_time(batch, verified) + cost.time(batch, deepest) - cost.verify_time(batch, batch * (deepest + 1))
+        for name in self._chosen:
+            one = self._yields.setdefault(name, _Yield())
+            expected = expected_tokens(alpha, self._model_depths.get(name, 0)) + texts.get(name, NOT_CHOSEN).promised
+            one.made = YIELD_DECAY * one.made + expected
+            one.planned = YIELD_DECAY * one.planned + planned_rate * seconds / batch
         self._chosen.clear()
-        seconds = report.verify_time_s + report.exposed_time_s
-        if self._is_used and report.num_prefill_tokens == 0 and seconds > 0:
-            self._made = YIELD_DECAY * self._made + report.num_committed
-            self._planned = YIELD_DECAY * self._planned + planned_rate * seconds
-        self._is_used = False
+        self._model_depths.clear()
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
         self.acceptance.forget(request_id)
-        self._forgone.pop(request_id, None)
+        for kept in (self._chosen, self._forgone, self._yields, self._model_depths):
+            kept.pop(request_id, None)
 
     def _choices(self, offers: Sequence[TextOffer]) -> list[TextChoice]:
         return [TextChoice(one.depth, one.is_first) for one in (self.of(offer.request.request_id) for offer in offers)]

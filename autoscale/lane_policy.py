@@ -186,11 +186,11 @@ class LanePolicy:
         if not plan.is_open:
             depths = [0] * len(requests)
         elif plan.overlap is not None:
-            price = plan.price * self._texts.yield_factor
+            price = plan.price * self._texts.factor
             depths = [choose_depth(worth, price, len(worth)) for worth in worths]
         else:
             worths = [[] if one.is_first or one.is_held_back else worth for one, worth in zip(chosen, worths, strict=True)]
-            depths = allocate(worths, plan.rate * self._texts.yield_factor, self._cost.alone, plan.effective_batch)
+            depths = allocate(worths, plan.rate * self._texts.factor, self._cost.alone, plan.effective_batch)
         for index, request in enumerate(requests):
             if depths[index] == 0 and request.room > 0 and not chosen[index].is_first:
                 depths[index] = self._probe_depth(request.request_id, plan)
@@ -211,7 +211,7 @@ class LanePolicy:
             self._survival(offer.request, plan, worth) if uses_model else ()
             for offer, worth in zip(offers, worths, strict=True)
         ]
-        return self._texts.choose(list(zip(offers, worths, strict=True)), models, self._terms(plan))
+        return self._texts.choose(list(zip(offers, worths, strict=True)), models, self._terms(plan, offers))
 
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Learn from an offer, used or not."""
@@ -276,7 +276,7 @@ class LanePolicy:
         self._acceptance.observe(request_id, drafted, accepted)
         if drafted > 0:
             self._drafted.add(request_id)
-            self._texts.model_was_used(request_id)
+            self._texts.model_was_used(request_id, drafted)
             self._probes.observe(request_id, accepted)
 
     def finished(self, request_id: str) -> None:
@@ -295,7 +295,8 @@ class LanePolicy:
         self._acceptance.end_round()
         if any(report.model_depths):
             self._drafted_at_s = now_s
-        self._texts.report(report, self._planned_rate(self._plan))
+        if self._plan is not None:
+            self._texts.end_round(self._plan.alpha, self._planned_rate(self._plan), self._drafting_cost(self._plan))
         self._catch_up.note(report)
         self._probes.end_round()
         self._round += 1
@@ -367,14 +368,17 @@ class LanePolicy:
         }
 
     @staticmethod
-    def _planned_rate(plan: LanePlan | None) -> float:
+    def _planned_rate(plan: LanePlan) -> float:
         """Tokens per second that a plan promises with the model's drafts alone."""
-        if plan is None:
-            return 0.0
         return plan.rate if plan.overlap is None else plan.overlap.throughput
 
-    def _terms(self, plan: LanePlan) -> Terms:
-        factor = self._texts.yield_factor
+    def _drafting_cost(self, plan: LanePlan) -> RoundCost:
+        """Of rounds as the target sees them: drafts that were prepared take none of its time."""
+        alone = self._cost.alone
+        return alone if plan.overlap is None else msgspec.structs.replace(alone, draft=None, hop_s=0.0)
+
+    def _terms(self, plan: LanePlan, offers: Sequence[TextOffer]) -> Terms:
+        factor = self._texts.yield_factor(offer.request.request_id for offer in offers)
         prepared = None if plan.overlap is None else plan.price * factor
         return Terms(self._planned_rate(plan) * factor, self._cost.alone, plan.effective_batch, prepared)
 

@@ -96,6 +96,8 @@ class TextChooser:
         self._forgone: dict[str, float] = {}
         """Tokens that the model's drafts would have brought since they were used last."""
         self._yields: dict[str, _Yield] = {}
+        self._num_first, self._num_offers = 0, 0
+        """Of the last round."""
         self._model_depths: dict[str, int] = {}
         """Of this round's drafts that came from the model."""
 
@@ -108,6 +110,15 @@ class TextChooser:
     def factor(self) -> float:
         """`yield_factor` of the requests that were offered something in this round; 1 where there is no text."""
         return self.yield_factor(self._chosen)
+
+    def reason(self) -> str:
+        """How many requests were drafted for from their text in the last round; empty where there is no text."""
+        if self._num_offers == 0:
+            return ""
+        plural = "s" * (self._num_offers > 1)
+        return (
+            f"; what the text offers goes before the model's drafts for {self._num_first} of {self._num_offers} request{plural}"
+        )
 
     def of(self, request_id: str) -> Chosen:
         """What was decided for a request in this round."""
@@ -166,6 +177,8 @@ class TextChooser:
             expected = expected_tokens(alpha, self._model_depths.get(name, 0)) + texts.get(name, NOT_CHOSEN).promised
             one.made = YIELD_DECAY * one.made + expected
             one.planned = YIELD_DECAY * one.planned + planned_rate * seconds / batch
+        self._num_first = sum(one.is_first for one in self._chosen.values())
+        self._num_offers = len(self._chosen)
         self._chosen.clear()
         self._model_depths.clear()
 

@@ -364,7 +364,7 @@ class LanePolicy:
             "depth": depth,
             "price_from": "controller" if plan.from_controller else "lane",
             **mode,
-            "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason,
+            "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason + self._texts.reason(),
         }
 
     @staticmethod

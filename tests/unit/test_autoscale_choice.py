@@ -178,8 +178,8 @@ def test_a_fixed_depth_takes_what_promises_more():
 
 
 def test_what_the_text_makes_raises_the_price_of_waiting():
-    """Bug guarded: where the text makes six tokens a round, the model is still charged at the rate of its own drafts, and a round
-    with it costs more than it brings (docs/log.md); or what one request makes is the price of the next one."""
+    """Bug guarded: where the text makes six tokens a round, the model is still charged at the rate of its own drafts, and a
+    round with it costs more than it brings (docs/log.md); or what one request makes is the price of the next one."""
     lane = learned(policy(), 0.97)
     assert choose(lane, offer(length=0))[0][1] > 0
     for _ in range(20):
@@ -187,13 +187,16 @@ def test_what_the_text_makes_raises_the_price_of_waiting():
         lane.report(report([8], [8], committed=6, verify_s=0.03), 1.0)
     assert choose(lane, offer(length=0), now_s=1.0)[0][1] == 0
     assert choose(lane, offer("another", length=0), now_s=1.0)[0][1] > 0
+    choose(lane, offer(), offer("another", length=0), now_s=1.0)
+    lane.report(report([8, 0], [8, 0]), 1.0)
+    assert lane.explain()["reason"].endswith("; what the text offers goes before the model's drafts for 1 of 2 requests")
     lane.finished("r")
     assert choose(lane, offer(length=0), now_s=1.0)[0][1] > 0
 
 
 def test_the_yield_moves_with_the_text_alone():
-    """Bug guarded: a lucky streak of the model, or a round of a good text, makes all drafts shallower at once; plans where there
-    is no text are changed at all."""
+    """Bug guarded: a lucky streak of the model, or a round of a good text, makes all drafts shallower at once; plans where
+    there is no text are changed at all."""
     chooser, cost = TextChooser(), RoundCost.measured(TARGET, DRAFT)
     rate = 4 / cost.time(1, 3)
     for _ in range(30):

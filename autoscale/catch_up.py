@@ -14,7 +14,8 @@ class CatchUp:
 
     def note(self, report: StepReport) -> None:
         """A round ended. Requests that had a draft are known to it; of the others it missed at most all that there is."""
-        without = sum(depth == 0 for depth in report.depths) / len(report.depths) if report.depths else 0.0
+        depths = report.model_depths
+        without = sum(depth == 0 for depth in depths) / len(depths) if depths else 0.0
         most = report.num_context_tokens + report.num_target_tokens
         self._num_missed = without * min(self._num_missed + report.num_committed + report.num_prefill_tokens, most)
 

@@ -9,6 +9,7 @@ import msgspec
 from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
 from autoscale.allocation import allocate
 from autoscale.catch_up import CatchUp
+from autoscale.choice import Terms, TextChooser
 from autoscale.context import ContextFit
 from autoscale.cost_model import DRAFT_WEIGHT, OverlapCost, RoundCost, StepCost
 from autoscale.depth import choose_depth
@@ -22,7 +23,8 @@ from autoscale.probing import PROBE_ALPHA, Probes
 from autoscale.prompts import PromptShare
 from autoscale.signals import DepthTable, OverlapReport, StepTimes
 from autoscale.stabilise import DwellGate, GateMemory
-from engine.types import DepthRequest, StepReport
+from engine.propose.from_text import TextDraft
+from engine.types import DepthRequest, StepReport, TextChoice, TextOffer
 
 TABLE_MAX_AGE_S = 5.0
 MODEL_ROUNDS = 8
@@ -53,6 +55,9 @@ class LanePolicy:
     modelled throughput (`autoscale.overlap`): left as soon as it does not pay, taken up again with a margin and after a dwell.
     Hits, step times and hops are learned from the rounds themselves; after overlap was left, what was learned fades, so that it
     is tried again after some hundred rounds.
+
+    **Text.** Where a text source stands beside the model, each request gets the draft that promises more for what it costs
+    (`autoscale.choice`).
     """
 
     overlaps: bool
@@ -86,6 +91,7 @@ class LanePolicy:
         self._fan_out = fan_out
         self._acceptance = AcceptanceEstimator(prior_alpha)
         self._paces = Paces(latency_objective_s)
+        self._texts = TextChooser()
         self._context = ContextFit()
         self._learner = OverlapLearner(HitLaws())
         self._gate = DwellGate(dwell_s)
@@ -179,15 +185,18 @@ class LanePolicy:
         if self._max_depth == 0:
             return [0] * len(requests)
         plan = self._plan_round(batch_size, now_s)
+        chosen = [self._texts.of(request.request_id) for request in requests]
         worths = [self._survival(request, plan, self._paces.worth(request, now_s)) for request in requests]
         if not plan.is_open:
             depths = [0] * len(requests)
         elif plan.overlap is not None:
-            depths = [choose_depth(worth, plan.price, len(worth)) for worth in worths]
+            price = plan.price * self._texts.factor
+            depths = [choose_depth(worth, price, len(worth)) for worth in worths]
         else:
-            depths = allocate(worths, plan.rate, self._cost.alone, plan.effective_batch)
+            worths = [[] if one.is_first or one.is_held_back else worth for one, worth in zip(chosen, worths, strict=True)]
+            depths = allocate(worths, plan.rate * self._texts.factor, self._cost.alone, plan.effective_batch)
         for index, request in enumerate(requests):
-            if depths[index] == 0 and request.room > 0:
+            if depths[index] == 0 and request.room > 0 and not chosen[index].is_first:
                 depths[index] = self._probe_depth(request.request_id, plan)
             plan.depths[request.request_id] = depths[index]
             plan.worths[request.request_id] = worths[index]
@@ -208,6 +217,26 @@ class LanePolicy:
         survivals = [plan.worths.get(request_id, ())[:depth] for request_id, depth in depths.items()]
         slack = FIRST_TOKEN_DELAY * alone.target.time(len(depths) + num_prompt_tokens) if self.spares_first_tokens else math.inf
         return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_prompt_tokens, slack), strict=True))
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        """What to do with what the text itself offers to draft; asked before `depths`, for all requests that decode."""
+        if self._max_depth == 0:
+            return [TextChoice(0, is_first=False)] * len(offers)
+        if self._fixed_depth is not None:
+            fixed = [self._fixed_survival(offer.request) if has_model else () for offer in offers]
+            return self._texts.choose_by_length(offers, fixed, self._fixed_depth)
+        plan = self._plan_round(batch_size, now_s)
+        worths = [self._paces.worth(offer.request, now_s) for offer in offers]
+        uses_model = has_model and plan.is_open
+        models: list[Sequence[float]] = [
+            self._survival(offer.request, plan, worth) if uses_model else ()
+            for offer, worth in zip(offers, worths, strict=True)
+        ]
+        return self._texts.choose(list(zip(offers, worths, strict=True)), models, self._terms(plan, offers))
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
+        """Learn from an offer, used or not."""
+        self._texts.observe(request_id, offer.match, offer.share, kept, tested)
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """Outcomes to prepare while a draft of ``draft_length`` tokens is verified: guesses for 0..draft_length accepted.
@@ -246,7 +275,8 @@ class LanePolicy:
             for position, probability in enumerate(self._acceptance.survival(request_id, planned)):
                 survivals[position] += probability
         gains = ask_gains(survivals, len(missed), batch_size, overlap, plan.cost)
-        return max(range(deepest + 1), key=lambda depth: gains[depth])
+        instead = sum(self._texts.of(request_id).gain for request_id, _ in missed)
+        return max(range(deepest + 1), key=lambda depth: gains[depth] if depth > 0 else instead)
 
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
         """Longest time to wait for the prepared drafts of ``num_expected`` requests that are not here when a round begins.
@@ -267,12 +297,14 @@ class LanePolicy:
         self._acceptance.observe(request_id, drafted, accepted)
         if drafted > 0:
             self._drafted.add(request_id)
+            self._texts.model_was_used(request_id, drafted)
             self._probes.observe(request_id, accepted)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that ended."""
         self._acceptance.forget(request_id)
         self._paces.forget(request_id)
+        self._texts.forget(request_id)
         self._probes.forget(request_id)
 
     def report(self, report: StepReport, now_s: float) -> None:
@@ -282,8 +314,10 @@ class LanePolicy:
         """
         self._fresh_table(now_s)
         self._acceptance.end_round()
-        if report.num_drafted > 0:
+        if any(report.model_depths):
             self._drafted_at_s = now_s
+        if self._plan is not None:
+            self._texts.end_round(self._plan.alpha, self._planned_rate(self._plan), self._drafting_cost(self._plan))
         self._catch_up.note(report)
         self._prompts.note(report, self._cost.alone)
         self._probes.end_round()
@@ -352,8 +386,26 @@ class LanePolicy:
             "depth": depth,
             "price_from": "controller" if plan.from_controller else "lane",
             **mode,
-            "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason,
+            "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason + self._texts.reason(),
         }
+
+    @staticmethod
+    def _planned_rate(plan: LanePlan) -> float:
+        """Tokens per second that a plan promises with the model's drafts alone."""
+        return plan.rate if plan.overlap is None else plan.overlap.throughput
+
+    def _drafting_cost(self, plan: LanePlan) -> RoundCost:
+        """Of rounds as the target sees them: drafts that were prepared take none of its time."""
+        alone = self._cost.alone
+        return alone if plan.overlap is None else msgspec.structs.replace(alone, draft=None, hop_s=0.0)
+
+    def _terms(self, plan: LanePlan, offers: Sequence[TextOffer]) -> Terms:
+        factor = self._texts.yield_factor(offer.request.request_id for offer in offers)
+        prepared = None if plan.overlap is None else plan.price * factor
+        return Terms(self._planned_rate(plan) * factor, self._cost.alone, plan.effective_batch, prepared)
+
+    def _fixed_survival(self, request: DepthRequest) -> tuple[float, ...]:
+        return self._acceptance.survival(request.request_id, max(min(self._fixed_depth or 0, request.room), 0))
 
     def _replace_alone(self, alone: RoundCost) -> None:
         self._cost = msgspec.structs.replace(self._cost, alone=alone)
@@ -508,10 +560,10 @@ class LanePolicy:
         """
         if not self._drafted:
             return draft.relaxed()
-        rows = sum(depth > 0 for depth in report.depths)
+        rows = sum(depth > 0 for depth in report.model_depths)
         if rows == 0 or not self._drafted <= self._drafted_before:
             return draft
-        return draft.corrected(report.draft_time_s, max(report.depths) * draft.time(rows), DRAFT_WEIGHT)
+        return draft.corrected(report.draft_time_s, max(report.model_depths) * draft.time(rows), DRAFT_WEIGHT)
 
 
 def _two_digits(batch: float) -> int:

@@ -15,7 +15,7 @@ from autoscale.cost_model import RoundCost
 from deployments.messages import DraftReport, Histogram, LaneStatus, Traffic
 from engine.drivers import Clock
 from engine.errors import InvalidRequest, Overloaded
-from engine.types import Delta, GenerateRequest, StepReport
+from engine.types import MODEL_SOURCE, Delta, GenerateRequest, SourceStep, StepReport
 
 RECENT_REQUESTS = 64
 RATE_WINDOW_S = 2.0
@@ -111,6 +111,8 @@ class LaneCounters:
         self.misses: Counter[str] = Counter()
         self.drafted_per_position: list[int] = []
         self.accepted_per_position: list[int] = []
+        self.sources: dict[str, SourceStep] = defaultdict(SourceStep)
+        """What the drafts of each source came to; keys as in `StepReport.sources`."""
         self.arrivals = 0
         """Since the last report."""
         self._output_lengths: deque[int] = deque(maxlen=RECENT_REQUESTS)
@@ -163,6 +165,8 @@ class LaneCounters:
         self.fallbacks.update(report.fallbacks)
         self.hits.update(report.hits)
         self.misses.update(report.misses)
+        for source, step in report.sources.items():
+            self.sources[source] += step
         _add(self.drafted_per_position, report.drafted_per_position)
         _add(self.accepted_per_position, report.accepted_per_position)
         self._count_lengths(report)
@@ -195,6 +199,10 @@ class LaneCounters:
             ("speculating_plain_seconds", plain_s),
         ):
             self.totals[name] += value
+
+    def sources_by_name(self, draft_name: str) -> dict[str, SourceStep]:
+        """`sources` with the name of the source that rounds ask."""
+        return {draft_name if source == MODEL_SOURCE else source: step for source, step in self.sources.items()}
 
     def tokens_per_s(self, now_s: float) -> float:
         """Over the last two seconds."""

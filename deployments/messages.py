@@ -3,7 +3,7 @@
 import msgspec
 
 from autoscale.signals import DepthTable, LaneReport, StepTimes
-from engine.types import ModelInfo
+from engine.types import ModelInfo, SourceStep
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +115,8 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     draft_state: str
     """ok, or what is wrong; begins with "ok" while drafts can be had."""
     explanation: dict[str, float | int | str | None]
+    sources: dict[str, SourceStep] = {}
+    """Source of drafts, as in ``draft.source`` and ``draft.text`` -> what its drafts came to since the lane started."""
     hits: dict[str, int] = {}
     """Requests times rounds whose draft was prepared, by kind of outcome: recovery, bonus, plain."""
     misses: dict[str, int] = {}

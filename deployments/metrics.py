@@ -146,6 +146,15 @@ _BY_LABEL: dict[str, tuple[str, str, Callable[[LaneStatus], dict[str, int]]]] = 
     ),
 }
 """Counters with one more label than the lane: (label, help, where to find them)."""
+_BY_SOURCE = {
+    "source_drafts": ("num_requests", "Requests times rounds whose draft came from a source."),
+    "source_drafted_tokens": ("num_drafted", "Draft tokens of a source that the target verified."),
+    "source_accepted_tokens": (
+        "num_accepted",
+        "Draft tokens of a source that were committed; its acceptance rate = source_accepted_tokens / source_drafted_tokens.",
+    ),
+    "source_seconds": ("time_s", "Time of a source for drafts, those included that were prepared and not used."),
+}
 _TRAFFIC = {
     "hops": ("num_hops", "Calls over streams that were answered; mean hop = hop_seconds / hops."),
     "hop_seconds": ("hop_time_s", "Round trips of calls over streams minus the model's own time, queueing included, summed."),
@@ -249,6 +258,7 @@ def _lane_metrics(lanes: list[LaneStatus]) -> Iterator[Metric]:
     yield _per_position("drafted", "Draft tokens verified", lanes)
     yield _per_position("accepted", "Draft tokens committed", lanes)
     yield from (_labelled(name, label, text, get, lanes) for name, (label, text, get) in _BY_LABEL.items())
+    yield from (_by_source(name, attribute, text, lanes) for name, (attribute, text) in _BY_SOURCE.items())
     yield _per_draft(lanes)
     yield from _traffic(lanes)
     available = GaugeMetricFamily(
@@ -311,6 +321,14 @@ def _labelled(name: str, label: str, text: str, get: Callable[[LaneStatus], dict
     for lane in lanes:
         for value, count in get(lane).items():
             family.add_metric([lane.load.lane_id, value], count)
+    return family
+
+
+def _by_source(name: str, attribute: str, text: str, lanes: list[LaneStatus]) -> Metric:
+    family = CounterMetricFamily(f"outrider_{name}", text, labels=["lane", "source"])
+    for lane in lanes:
+        for source, step in lane.sources.items():
+            family.add_metric([lane.load.lane_id, source], getattr(step, attribute))
     return family
 
 

@@ -26,7 +26,7 @@ from deployments.remote import LocalDraft, NoDraft, StreamTarget, TargetHeads
 from deployments.target import TargetActor
 from deployments.tracing import find_tracer
 from deployments.wire import Answers, Tls, WireClient, WireServer, decode, read_secret, read_tls
-from engine.build import build_free_source, draft_is_a_model, drafts_beside_target
+from engine.build import build_free_source, build_text_beside, draft_is_a_model, drafts_beside_target
 from engine.calibrate import StepTimes, measure_target
 from engine.config import OutriderConfig, parse_config
 from engine.drivers import AsyncDriver, TargetLost
@@ -80,6 +80,7 @@ class Router:
             max_batch=self._config.lanes.max_batch,
             prefill_tokens=self._config.lanes.prefill_tokens,
             max_waiting=self._config.api.max_waiting,
+            text=build_text_beside(self._config),
         )
         decoder = await asyncio.to_thread(_load_decoder, self._config.target.model)
         self._driver = AsyncDriver(self._target, self._draft, self._scheduler, decoder, self._round_done)
@@ -277,6 +278,7 @@ class Router:
             draft_name=self._draft.name,
             draft_state=self._draft.state,
             explanation=self._policy.explain(),
+            sources=counters.sources_by_name(self._draft.name),
             dropped_answers=dict(pool.dropped) if pool else {},
             requests_per_draft=pool.requests_per_draft if pool else {},
             traffic={"target": self._target.traffic, **({"draft": pool.traffic} if pool else {})},

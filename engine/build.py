@@ -12,6 +12,8 @@ from engine.config import MODEL_SOURCES, SELF_SOURCES, OutriderConfig, use_patie
 from engine.drivers import SyncDriver
 from engine.errors import ConfigError, ModelError
 from engine.propose.base import DraftSource
+from engine.propose.beside import TextBeside
+from engine.propose.from_text import TextSource
 from engine.propose.ngram import NgramSource
 from engine.propose.suffix import SuffixSource
 from engine.request import check_request, fit_to_cache
@@ -155,11 +157,24 @@ def draft_is_a_model(config: OutriderConfig) -> bool:
 
 def build_free_source(config: OutriderConfig) -> DraftSource:
     """A source that needs no model and runs where the requests are."""
-    if config.draft.source == "ngram":
+    source = _text_source(config.draft.source, config)
+    if source is None:
+        raise ConfigError(f"draft.source '{config.draft.source}' needs a model")
+    return source
+
+
+def build_text_beside(config: OutriderConfig) -> TextBeside | None:
+    """The text source beside a model; None where none is configured or speculation is off."""
+    source = _text_source(config.draft.text, config)
+    return TextBeside(source, config.speculation.max_depth) if source is not None and config.speculation.max_depth else None
+
+
+def _text_source(name: str, config: OutriderConfig) -> TextSource | None:
+    if name == "ngram":
         return NgramSource(max_ngram=config.speculation.ngram_max)
-    if config.draft.source == "suffix":
+    if name == "suffix":
         return SuffixSource(shared_tokens=config.draft.suffix_shared_tokens)
-    raise ConfigError(f"draft.source '{config.draft.source}' needs a model")
+    return None
 
 
 def drafts_beside_target(config: OutriderConfig) -> bool:
@@ -317,6 +332,7 @@ class LocalEngine:
             max_batch=self._config.lanes.max_batch,
             prefill_tokens=self._config.lanes.prefill_tokens,
             max_waiting=self._config.api.max_waiting,
+            text=build_text_beside(self._config),
         )
         return SyncDriver(self.target, self.source, scheduler, self.tokenizer)
 

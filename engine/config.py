@@ -104,6 +104,11 @@ class DraftConfig(_Section):
     sink_tokens: int | None = Field(
         None, ge=0, description="first tokens that stay visible beside window_tokens; default: 4, which is one block"
     )
+    text: Literal["none", "ngram", "suffix"] = Field(
+        "none",
+        description="a second source beside a model: what the text itself offers is drafted where it promises more for what it "
+        "costs, request by request and round by round; ngram, suffix: as `source`",
+    )
     device: str = Field("auto", description="as target.device")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: all cores")
     kv_cache_tokens: int | None = Field(
@@ -119,9 +124,9 @@ class DraftConfig(_Section):
     suffix_shared_tokens: int = Field(
         0,
         ge=0,
-        description="for `source: suffix`: each lane drafts also from so many tokens of finished outputs, the newest, whoever "
-        "asked for them (some 400 bytes each); no text changes, but speed may tell a client what others were answered. Under "
-        "rejection and block they are not used. 0: each request is drafted from its own text alone",
+        description="for `suffix`, as source or as text beside a model: each lane drafts also from so many tokens of finished "
+        "outputs, the newest, whoever asked for them (some 400 bytes each); no text changes, but speed may tell a client what "
+        "others were answered. Under rejection and block they are not used. 0: each request is drafted from its own text alone",
     )
 
     @model_validator(mode="after")
@@ -136,8 +141,8 @@ class DraftConfig(_Section):
     def _dtype_is_of_use(self) -> "DraftConfig":
         if self.dtype != "auto" and self.source not in (*DTYPE_SOURCES, "heads"):
             raise ValueError(
-                f"draft.dtype is set but draft.source is '{self.source}', which leaves no choice of it: remove it, or set source "
-                f"to one of {', '.join(DTYPE_SOURCES)}"
+                f"draft.dtype is set but draft.source is '{self.source}', which leaves no choice of it: remove it, or set "
+                f"source to one of {', '.join(DTYPE_SOURCES)}"
             )
         return self
 
@@ -176,10 +181,20 @@ class DraftConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _shared_tokens_are_of_use(self) -> "DraftConfig":
-        if self.suffix_shared_tokens and self.source != "suffix":
+    def _text_is_beside_a_model(self) -> "DraftConfig":
+        if self.text != "none" and self.source in ("ngram", "suffix", "none"):
             raise ValueError(
-                f"draft.suffix_shared_tokens is set but draft.source is '{self.source}': set `source: suffix` or remove it"
+                f"draft.text '{self.text}' stands beside a model, but draft.source is '{self.source}': set "
+                f"`source: {self.text}` and remove draft.text, or name a model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_tokens_are_of_use(self) -> "DraftConfig":
+        if self.suffix_shared_tokens and "suffix" not in (self.source, self.text):
+            raise ValueError(
+                f"draft.suffix_shared_tokens is set but draft.source is '{self.source}': set `source: suffix`, or `text: "
+                "suffix` beside a model, or remove it"
             )
         if 0 < self.suffix_shared_tokens < MIN_SHARED_TOKENS:
             raise ValueError(

@@ -4,6 +4,12 @@ A draft is *prepared* or *asked for*. Prepared drafts were made while the target
 outcomes: a hit costs no time. For a miss the policy decides whether the round asks the source and waits, or the request takes
 a plain step. A source that cannot prepare, or a policy that wants nothing prepared, leaves sequential rounds: all drafts are
 asked for.
+
+Beside that source there may be a second one that needs nothing but the text (`engine.propose.beside`). What it offers was
+looked up when the round was planned, and the policy has said of every request whether it goes *first*, so that the model's
+draft is not even looked at, or is what is left where the model has drafted nothing. Both are decided before a token of this
+round's model drafts is seen: under ``rejection`` and ``block`` a draft that is replaced for what it is would be a bias
+(`autoscale.choice`).
 """
 
 from collections import Counter
@@ -61,6 +67,8 @@ class Drafts:
     """The drafts of one round, and how they were come by."""
 
     proposals: dict[str, Proposal] = field(default_factory=dict)
+    from_text: set[str] = field(default_factory=set)
+    """Requests whose draft is that of the text."""
     held: set[str] = field(default_factory=set)
     """Requests whose draft, but for its last token, the source still holds after the committed tokens."""
     hits: Counter[str] = field(default_factory=Counter)
@@ -81,6 +89,7 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
     What is not found leaves the request's depth at 0. The depths were planned before any of this was looked at.
     """
     drafts = Drafts()
+    _take_texts([item for item in plan.items if item.text_first], drafts)
     speculating = [item for item in plan.items if item.depth > 0]
     if scheduler.outcomes.outstanding:
         num_expected = sum(scheduler.outcomes.awaits(item.request.id, item.request.ids) for item in speculating)
@@ -104,7 +113,19 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
         elif isinstance(reply, ProposeReply):
             _use_proposals(reply, asked, scheduler.info.vocab_size, drafts)
             scheduler.draft_was_told(released)
+    _take_texts([item for item in plan.items if item.request.id not in drafts.proposals], drafts)
     return drafts
+
+
+# --- the text's -------------------------------------------------------------------------------------------------------------
+
+
+def _take_texts(items: list[Planned], drafts: Drafts) -> None:
+    for item in items:
+        if item.text_depth > 0:
+            tokens = item.text.tokens[: item.text_depth]
+            drafts.proposals[item.request.id] = Proposal(sequence_id=item.request.id, tokens=tokens)
+            drafts.from_text.add(item.request.id)
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------------

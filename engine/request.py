@@ -97,6 +97,8 @@ class Request:
         """Committed tokens that the draft is believed to hold."""
         self.draft_opened = False
         """Whether the draft was ever asked, so that it may hold the sequence even if its answer never came."""
+        self.text_length = 0
+        """Tokens that the text source beside a model has read."""
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_rounds = 0

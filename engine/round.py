@@ -16,10 +16,12 @@ from engine.drafting import Answer, Collect, Collected, Drafts, NoDrafts, Propos
 from engine.request import Event, Request, State
 from engine.scheduler import Plan, Planned, Scheduler
 from engine.types import (
+    MODEL_SOURCE,
     Delta,
     FinishReason,
     PrepareRequest,
     Proposal,
+    SourceStep,
     StepReport,
     TokenLogprob,
     Verdict,
@@ -110,6 +112,7 @@ class _Settled:
     accepted: int = 0
     decoded: bool = False
     prefilled: int = 0
+    from_text: bool = False
 
 
 def _settle(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict) -> _Settled:
@@ -162,12 +165,16 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
     if not was_decoding:
         request.apply(Event.CAUGHT_UP)
     drafted = len(proposal.tokens) if proposal else 0
+    from_text = request.id in found.from_text
     request.target_length = item.end + verdict.accepted
     if proposal is not None:
         if request.id in found.held and request.draft_length == item.end:
             # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
             request.draft_length += min(verdict.accepted, drafted - 1)
-        scheduler.policy.observe(request.id, drafted, verdict.accepted)
+        if not from_text:
+            scheduler.policy.observe(request.id, drafted, verdict.accepted)
+    if item.text.tokens:
+        scheduler.policy.observe_text(request.id, item.text, *_compare(item.text.tokens, verdict.tokens))
     committed = request.commit(verdict.tokens, verdict.logprobs, scheduler.eos_token_ids)
     accepted = min(verdict.accepted, len(committed.tokens))
     request.num_rounds += 1
@@ -184,7 +191,15 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
         stop_string=committed.stop_string,
         depth=drafted,
     )
-    return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=0 if was_decoding else item.end - item.start)
+    prefilled = 0 if was_decoding else item.end - item.start
+    return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=prefilled, from_text=from_text)
+
+
+def _compare(offered: tuple[int, ...], committed: tuple[int, ...]) -> tuple[int, int]:
+    """(tokens offered that agree with committed ones, those that could be compared): nothing is known beyond a difference."""
+    tested = min(len(offered), len(committed))
+    kept = next((place for place in range(tested) if offered[place] != committed[place]), tested)
+    return kept, min(kept + 1, tested)
 
 
 def make_delta(request: Request, reason: FinishReason | None, *, tokens: tuple[int, ...] = (), **more: object) -> Delta:
@@ -228,6 +243,8 @@ def _report(
         drafted_per_position=tuple(sum(s.drafted > j for s in settled) for j in range(deepest)),
         accepted_per_position=tuple(sum(s.accepted > j for s in settled) for j in range(deepest)),
         depths=tuple(s.drafted for s in settled if s.decoded),
+        text_depths=tuple(s.drafted * s.from_text for s in settled if s.decoded) if scheduler.text is not None else (),
+        sources=_sources(scheduler, settled, found),
         verify_time_s=answer.step_time_s,
         draft_time_s=found.draft_time_s,
         exposed_time_s=found.waited_s,
@@ -239,4 +256,17 @@ def _report(
         num_cached_tokens=cached,
         fallbacks=dict(found.fallbacks),
         queue_times_s=scheduler.take_queue_times(),
+    )
+
+
+def _sources(scheduler: Scheduler, settled: list[_Settled], found: Drafts) -> dict[str, SourceStep]:
+    sources = {MODEL_SOURCE: _source([s for s in settled if not s.from_text], found.draft_time_s)}
+    if scheduler.text is not None:
+        sources[scheduler.text.name] = _source([s for s in settled if s.from_text], scheduler.text.take_time_s())
+    return sources
+
+
+def _source(settled: list[_Settled], time_s: float) -> SourceStep:
+    return SourceStep(
+        sum(s.drafted > 0 for s in settled), sum(s.drafted for s in settled), sum(s.accepted for s in settled), time_s
     )

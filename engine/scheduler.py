@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import Overloaded
+from engine.propose.beside import TextBeside
+from engine.propose.from_text import NO_TEXT, TextDraft
 from engine.propose.outcomes import OutcomeCache
 from engine.request import Event, Request, State
-from engine.types import DepthRequest, ModelInfo, StepReport
+from engine.types import DepthRequest, ModelInfo, StepReport, TextChoice, TextOffer
 
 
 class DepthPolicy(Protocol):
@@ -26,6 +28,16 @@ class DepthPolicy(Protocol):
 
     def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
         """How much of the chosen ``depths`` (by request) to verify in a round that also processes so many prompt tokens."""
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        """What to do with what the text itself offers to draft; asked before `depths`, for all requests that decode.
+
+        ``has_model``: the model can be asked too. Whatever this looks at must be known before the model draws a draft: see
+        `autoscale.choice`.
+        """
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
+        """Tell how an offer compared with what was committed, used or not: ``kept`` of the first ``tested`` tokens agree."""
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """How many next tokens to prepare for after 0, 1, ..., ``draft_length`` accepted ones; () = prepare nothing."""
@@ -79,6 +91,14 @@ class FixedDepth:
         """All of it."""
         return depths
 
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        """What was found in the text is used, as many tokens of it as are drafted at all."""
+        depths = (min(self.choose(offer.request.request_id), offer.length) for offer in offers)
+        return [TextChoice(depth, depth > 0) for depth in depths]
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
+        """Nothing to learn."""
+
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         """The fixed number everywhere."""
         return (self._fan_out,) * (draft_length + 1) if self._fan_out else ()
@@ -119,6 +139,12 @@ class Planned:
     """Draft tokens to prepare for the round after this one."""
     miss_reason: str | None = None
     """Why the source prepared no draft although it was to."""
+    text: TextDraft = NO_TEXT
+    """What the text itself offers, beside a model."""
+    text_depth: int = 0
+    """Tokens of it that are verified where the model has drafted nothing."""
+    text_first: bool = False
+    """Then the model's draft of this round is not looked at."""
 
     @property
     def sample(self) -> bool:
@@ -153,10 +179,21 @@ class Scheduler:
     it has: under pressure first drafts are given up, then the youngest request is preempted and prefilled again later.
     """
 
-    def __init__(self, info: ModelInfo, policy: DepthPolicy, *, max_batch: int, prefill_tokens: int, max_waiting: int):
+    def __init__(
+        self,
+        info: ModelInfo,
+        policy: DepthPolicy,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        max_waiting: int,
+        text: TextBeside | None = None,
+    ):
+        """``text``: a source of drafts beside the one that rounds ask."""
         self.info = info
         self.eos_token_ids = frozenset(info.eos_token_ids)
         self.policy = policy
+        self.text = text
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
         self.max_waiting = max_waiting
@@ -214,6 +251,8 @@ class Scheduler:
             self.waiting.remove(request)
         if request.draft_opened:
             self.draft_released.append(request.id)
+        if self.text is not None:
+            self.text.release((request.id,))
         self.outcomes.forget(request.id)
         self._ids.discard(request.id)
         self.policy.finished(request.id)
@@ -254,7 +293,7 @@ class Scheduler:
             self.draft_released[:] = [request_id for request_id in self.draft_released if request_id not in gone]
 
     def plan(self, now_s: float, *, drafts: bool, prepares: bool = False) -> Plan:
-        """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so every depth is 0.
+        """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so all there is comes from the text.
 
         With ``prepares`` the source can work on the round after it meanwhile.
         """
@@ -269,8 +308,11 @@ class Scheduler:
                 chunk = min(request.num_pending, budget)
                 budget -= chunk
                 plan.items.append(Planned(request, request.target_length, request.target_length + chunk))
+        if self.text is not None:
+            self._choose_texts(self.text, plan, now_s, drafts)
         if drafts:
             self._choose_depths(plan, now_s, prepares)
+        self._fit_to_blocks(plan)
         return plan
 
     def room(self, request: Request) -> int:
@@ -287,30 +329,54 @@ class Scheduler:
         items = [item for item in plan.items if prepares or item.request.state is State.DECODING]
         if not items:
             return
-        asked = [DepthRequest(item.request.id, self._room_of(item), item.request.num_output) for item in items]
-        batch_size = max(plan.batch_size, 1)
-        wanted = self.policy.depths(asked, batch_size, now_s)
+        asked = [self._depth_request(item) for item in items]
+        wanted = self.policy.depths(asked, max(plan.batch_size, 1), now_s)
         depths = self._trimmed(plan, dict(zip((item.request.id for item in items), wanted, strict=True)), now_s)
-        spare = self._num_blocks - self._used_blocks()
         for item, request, depth in zip(items, asked, wanted, strict=True):
             if item.request.state is not State.DECODING:
                 item.next_depth = depth
                 continue
             item.next_depth = max(min(depth, request.room - 1), 0)  # the round makes one token at least
-            depth = depths[request.request_id]
-            length = len(item.request.ids)
-            while depth and self._blocks(length + 1 + depth) - self._blocks(length + 1) > spare:
+            item.depth = 0 if item.text_first else depths[request.request_id]
+
+    def _choose_texts(self, text: TextBeside, plan: Plan, now_s: float, drafts: bool) -> None:
+        """Look up what the texts offer, before anything of the model's is looked at; read on in prompts."""
+        decoding = [item for item in plan.items if item.request.state is State.DECODING]
+        for item in plan.items:
+            if item.request.state is not State.DECODING:
+                text.read(item.request, item.end)
+        if not decoding:
+            return
+        offers = []
+        for item in decoding:
+            item.text = text.draft(item.request, self.room(item.request))
+            tokens, match, share = item.text
+            offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, _num_unread(item.request)))
+        choices = self.policy.text_choices(offers, len(decoding), now_s, has_model=drafts)
+        for item, choice in zip(decoding, choices, strict=True):
+            item.text_depth, item.text_first = choice.depth, choice.is_first
+
+    def _fit_to_blocks(self, plan: Plan) -> None:
+        """Cut the drafts that the KV cache has no blocks for. Whichever draft a request gets, the longer one fits."""
+        spare = self._num_blocks - self._used_blocks()
+        for item in plan.items:
+            depth, held = max(item.depth, item.text_depth), self._blocks(len(item.request.ids) + 1)
+            while depth and self._blocks(len(item.request.ids) + 1 + depth) - held > spare:
                 depth -= 1
-            spare -= self._blocks(length + 1 + depth) - self._blocks(length + 1)
-            item.depth = depth
+            spare -= self._blocks(len(item.request.ids) + 1 + depth) - held
+            item.depth, item.text_depth = min(item.depth, depth), min(item.text_depth, depth)
+
+    def _depth_request(self, item: Planned) -> DepthRequest:
+        return DepthRequest(item.request.id, self._room_of(item), item.request.num_output)
 
     def _trimmed(self, plan: Plan, wanted: dict[str, int], now_s: float) -> Mapping[str, int]:
         """What of it is verified beside the prompts of this round. The next round may have none, so it is prepared in full."""
         reading = [item for item in plan.items if item.request.state is not State.DECODING]
         if not reading or len(reading) == len(plan.items):
             return wanted
-        decoding = {item.request.id: wanted[item.request.id] for item in plan.items if item.request.state is State.DECODING}
-        return self.policy.trim(decoding, sum(item.end - item.start for item in reading), plan.batch_size, now_s)
+        decoding = [item for item in plan.items if item.request.state is State.DECODING]
+        depths = {item.request.id: 0 if item.text_first else wanted[item.request.id] for item in decoding}
+        return self.policy.trim(depths, sum(item.end - item.start for item in reading), plan.batch_size, now_s)
 
     def _room_of(self, item: Planned) -> int:
         """In this round, or, for a prompt, in the first one after it has a token."""
@@ -349,3 +415,8 @@ class Scheduler:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.info.kv_block_size)
+
+
+def _num_unread(request: Request) -> int:
+    """Committed tokens that a draft which has begun to read the request has not read."""
+    return len(request.ids) - request.draft_length if request.draft_length else 0

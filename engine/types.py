@@ -329,6 +329,52 @@ class DepthRequest(NamedTuple):
     """Tokens it has generated so far."""
 
 
+class TextOffer(NamedTuple):
+    """What the text itself offers to draft for a request, beside a model, as a depth policy sees it."""
+
+    request: DepthRequest
+    length: int
+    """Tokens of the draft; 0 = nothing was found."""
+    match: int = 0
+    """Newest tokens that occurred before, where the draft comes from."""
+    share: float = 0.0
+    """Of all that followed there, the share that the drafted tokens had: their geometric mean; 0 where nobody counts."""
+    num_unread: int = 0
+    """Committed tokens that the model's draft has not read, if it has read any."""
+
+
+class TextChoice(NamedTuple):
+    """What a depth policy does with a `TextOffer`."""
+
+    depth: int
+    """Leading tokens that are worth verifying."""
+    is_first: bool
+    """Whether they are used whatever the model has drafted; if not, only where it has drafted nothing."""
+
+
+class SourceStep(msgspec.Struct, frozen=True):
+    """What drafts of one source came to, in one round or since a lane started."""
+
+    num_requests: int = 0
+    """Requests (times rounds) whose draft it was."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    time_s: float = 0.0
+    """Its own time; that of a model includes what was prepared and not used."""
+
+    def __add__(self, other: "SourceStep") -> "SourceStep":
+        return SourceStep(
+            self.num_requests + other.num_requests,
+            self.num_drafted + other.num_drafted,
+            self.num_accepted + other.num_accepted,
+            self.time_s + other.time_s,
+        )
+
+
+MODEL_SOURCE = "draft"
+"""Key of `StepReport.sources` for the one source that ``draft.source`` names."""
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one round did, for the acceptance estimate, the cost model and the metrics."""
 
@@ -350,6 +396,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     accepted_per_position: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
     """Depth of each decoding request."""
+    text_depths: tuple[int, ...] = ()
+    """The part of ``depths`` that came from the text beside a model; empty where there is no such source."""
+    sources: dict[str, SourceStep] = {}
+    """By source: the text's under its own name, `MODEL_SOURCE` for the other."""
     verify_time_s: float = 0.0
     draft_time_s: float = 0.0
     """The draft's own time for the drafts of this round, prepared or asked for."""
@@ -372,3 +422,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that ran without the draft they asked for, by reason."""
     queue_times_s: tuple[float, ...] = ()
     """Of each request that was admitted for the first time: from its arrival to its first round."""
+
+    @property
+    def model_depths(self) -> tuple[int, ...]:
+        """``depths`` without what came from the text beside a model."""
+        if not self.text_depths:
+            return self.depths
+        return tuple(depth - text for depth, text in zip(self.depths, self.text_depths, strict=True))

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from autoscale.hit_rate import MAX_FAN_OUT
 from engine.drafting import CATCH_UP_SYNC
+from engine.propose.from_text import TextDraft
 from engine.scheduler import DepthPolicy, FixedDepth
-from engine.types import DepthRequest, StepReport
+from engine.types import DepthRequest, StepReport, TextChoice, TextOffer
 
 
 class Device(Protocol):
@@ -123,6 +124,11 @@ class _Kept:
 
     def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
         return depths
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(0, is_first=False)] * len(offers)  # jobs have no text
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None: ...
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         if draft_length in self.guesses or not self.guesses:

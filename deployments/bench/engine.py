@@ -118,12 +118,14 @@ def comparable(config: OutriderConfig) -> OutriderConfig:
     return parse_config(tree)
 
 
-def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
-    """The same with another source of drafts."""
+def with_source(config: OutriderConfig, name: str) -> OutriderConfig:
+    """The same with another source of drafts, or with two: "self-int8+suffix" is a model with a text beside it."""
     tree = config.model_dump()
+    source, _, text = name.partition("+")
     model = config.draft.model if source in ("model", "heads") else None
-    shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
-    tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
+    shared = config.draft.suffix_shared_tokens if "suffix" in (source, text) else 0
+    changes = {"source": source, "text": text or "none", "model": model, "suffix_shared_tokens": shared}
+    tree["draft"] = {**tree["draft"], **changes}
     if source != config.draft.source:
         tree["draft"] |= {"dtype": "auto", "skip_layers": None, "window_tokens": None, "sink_tokens": None}
     return parse_config(tree)
@@ -134,18 +136,25 @@ def model_source(config: OutriderConfig) -> str:
     return config.draft.source if draft_is_a_model(config) or config.draft.source == "heads" else "self-int8"
 
 
+def text_beside(config: OutriderConfig) -> str:
+    """The text source that is measured beside the model: the configured one, or suffixes."""
+    return config.draft.text if config.draft.text != "none" else "suffix"
+
+
 def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
     """Engines over one target, by source of drafts. A named draft takes the place of the int8 copy: a target that is worth a
     named draft may be too large to be held twice.
     """
     tokenizer = preflight(config)
-    names = ["none", "ngram", "suffix", model_source(config)]
+    model = model_source(config)
+    names = ["none", "ngram", "suffix", model, f"{model}+{text_beside(config)}"]
     configs = {name: with_source(config, name) for name in names}
     sources = {
         name: build_draft_model(own) if draft_is_a_model(own) else build_free_source(own)
         for name, own in configs.items()
-        if name not in ("none", "heads")
+        if name not in ("none", "heads") and own.draft.text == "none"
     }
+    sources[names[-1]] = sources[model]  # one at a time, so one draft model does for both
     target = build_target(config)  # last, so that its number of threads is the one in use
     if target.heads is not None:
         sources["heads"] = target.heads
@@ -270,6 +279,8 @@ class Bench:
             if source == "none":
                 continue
             yield engine_arm(f"{source} auto", 1, engine)
+            if "+" in source:
+                continue  # at a fixed depth nothing is chosen by what it costs
             for depth in self.size.depths:
                 yield engine_arm(f"{source} K={depth}", 1, engine, FixedDepth(depth))
         yield peer.plain(1)

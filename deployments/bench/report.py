@@ -60,6 +60,20 @@ def ratios_of_runs(arm: Arm | None, base: Arm | None, kind: str | None = None) -
     return [mine.tokens_per_s / theirs.tokens_per_s for (task, mine), (_, theirs) in pairs if kind in (None, task.kind)]
 
 
+def ratios_to_best(arm: Arm | None, others: Sequence[Arm]) -> list[float]:
+    """Tokens per second of ``arm`` over those of the best of ``others``, kind by kind, each the total over its tasks."""
+    if arm is None or not others:
+        return []
+    return [
+        _speed(arm, kind) / max(_speed(other, kind) for other in others) for kind in dict.fromkeys(t.kind for t, _ in arm.runs)
+    ]
+
+
+def _speed(arm: Arm, kind: str) -> float:
+    runs = [run for task, run in arm.runs if task.kind == kind]
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+
+
 def floor_shares(measured: Measured) -> list[float]:
     """Time of reading the weights once over the time of a decoding round of one stream, per run.
 
@@ -98,6 +112,9 @@ def all_ratios(measured: Measured) -> dict[str, list[float]]:
         "plain_vs_transformers_b4": ratios_of_runs(arm("plain", 4), arm("transformers", 4)),
         "plain_vs_transformers_b16": ratios_of_runs(arm("plain", 16), arm("transformers", 16)),
     }
+    for mixed in (own for own in measured.arms if "+" in own.name and own.batch == 1 and own.runs):
+        single = [arm(f"{name} auto") for name in mixed.name.removesuffix(" auto").split("+")]
+        ratios["choice_vs_best_source"] = ratios_to_best(mixed, [own for own in single if own is not None])
     drafting = [own.name for own in measured.arms if own.name.endswith("auto") or " K=" in own.name]
     ratios |= {f"{name} vs plain": ratios_of_runs(arm(name), plain) for name in drafting if not name.startswith("http")}
     return ratios | _http_ratios(measured)

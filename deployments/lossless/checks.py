@@ -161,6 +161,8 @@ class Matrix:
             for label, policy in self._depths(quick, own=is_own):
                 yield self._arm(f"{source} draft, {label}", make(), policy, must=must)
             yield self._arm(f"{source} draft, a random K each round", make(), random_depth(5), must=must)
+        beside = "text beside a draft, a random K each round"
+        yield self._arm(beside, self._chosen(), random_depth(12, fan_out=2), must=("draft",), text=NgramSource())
         yield from self._prepared_arms(quick)
         half_right, chosen = self._half_right, self._chosen
         alone = half_right if quick else chosen
@@ -210,8 +212,9 @@ class Matrix:
         policy: DepthPolicy,
         limits: Limits = NO_LIMITS,
         must: tuple[str, ...] = (),
+        text: TextSource | None = None,
     ) -> Arm:
-        return Arm(name, lambda: play(self.target, source, self.requests, policy, limits), must)
+        return Arm(name, lambda: play(self.target, source, self.requests, policy, limits, text), must)
 
     @property
     def _fills_a_block(self) -> bool:

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from engine.drivers import AsyncDriver, DraftUnavailable
 from engine.propose.base import DraftSource, OverlappedSource, can_prepare
+from engine.propose.beside import TextBeside
+from engine.propose.from_text import TextSource
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.types import (
     Delta,
@@ -37,6 +39,8 @@ from engine.types import (
 from engine.verify.base import TargetModel
 
 WHOLE_PREFILL = 1 << 30
+MOST_TEXT = 20
+"""Tokens that a text drafts beside another source."""
 
 
 @dataclass(slots=True)
@@ -102,10 +106,14 @@ def play(
     requests: Sequence[GenerateRequest],
     policy: DepthPolicy,
     limits: Limits = NO_LIMITS,
+    text: TextSource | None = None,
 ) -> Played:
-    """Run requests to their ends through the router's driver; afterwards target and source have forgotten them."""
+    """Run requests to their ends through the router's driver; afterwards target and source have forgotten them.
+
+    ``text`` drafts beside ``source``.
+    """
     played = Played({request.request_id: Text() for request in requests})
-    scheduler = _scheduler(target.info, policy, limits, len(requests))
+    scheduler = _scheduler(target.info, policy, limits, len(requests), text)
     try:
         asyncio.run(_play(AsyncDriver(_Here(target), _DraftHere(source), scheduler, on_report=played.report), requests, played))
     finally:
@@ -121,12 +129,19 @@ def play_alone(target: TargetModel, requests: Sequence[GenerateRequest]) -> dict
     return {r.request_id: play(target, None, [r], FixedDepth(0)).texts[r.request_id] for r in requests}
 
 
-def _scheduler(info: ModelInfo, policy: DepthPolicy, limits: Limits, num_requests: int) -> Scheduler:
+def _scheduler(info: ModelInfo, policy: DepthPolicy, limits: Limits, num_requests: int, text: TextSource | None) -> Scheduler:
     capacity = limits.kv_capacity_tokens
     # Counted in single tokens, so that the first token beyond it tells, where the target's coarser blocks surely suffice.
     if capacity is not None and capacity + num_requests * info.kv_block_size <= info.kv_capacity_tokens:
         info = replace(info, kv_capacity_tokens=capacity, kv_block_size=1)
-    return Scheduler(info, policy, max_batch=limits.max_batch, prefill_tokens=limits.prefill_tokens, max_waiting=num_requests)
+    return Scheduler(
+        info,
+        policy,
+        max_batch=limits.max_batch,
+        prefill_tokens=limits.prefill_tokens,
+        max_waiting=num_requests,
+        text=None if text is None else TextBeside(text, MOST_TEXT),
+    )
 
 
 async def _play(driver: AsyncDriver, requests: Sequence[GenerateRequest], played: Played) -> None:

@@ -64,7 +64,8 @@ class DraftModel:
 
     With ``window`` a forward sees only the first and the last tokens of each sequence, and the rest of its blocks is freed.
     What is found in the prefix cache may then have been computed with other windows: another draft, not another text.
-    Raises `ModelError` as `load_engine_model`, and for a ``window`` on the stateful path, whose cache has no blocks.
+    Raises `ModelError` as `load_engine_model`, and for a ``window`` on the stateful path, whose cache has no blocks, or with a
+    ``vocabulary``, whose sequences have none of their own.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class DraftModel:
         self._top_n = top_n
         self._prefix_cache = prefix_cache and self.model.shares_prefixes
         self._sequences = Sequences(self.model)
+        if window is not None and vocabulary is not None:
+            raise ModelError(f"{loaded.name}: draft.window_tokens needs a draft with the target's vocabulary: remove it")
         if window is not None and not self._sequences.can_fork:
             raise ModelError(f"{loaded.name}: draft.window_tokens needs a paged KV cache, but {self._info.path_reason}")
         self._window = window

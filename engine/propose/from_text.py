@@ -4,15 +4,28 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.types import Proposal, ProposeItem, ProposeReply, ProposeRequest, SequenceContext
+
+
+class TextDraft(NamedTuple):
+    """Tokens that may come next, and what speaks for them."""
+
+    tokens: tuple[int, ...] = ()
+    match: int = 0
+    """Newest tokens that occurred before, where these followed."""
+    share: float = 0.0
+    """Of all that followed there, the share that these had: the geometric mean over the draft; 0 where nobody counts."""
+
+
+NO_TEXT = TextDraft()
 
 
 class TextIndex(Protocol):
     """What is known of one sequence's text."""
 
-    def draft(self, ids: Sequence[int], depth: int) -> tuple[int, ...]:
+    def draft(self, ids: Sequence[int], depth: int) -> TextDraft:
         """Up to ``depth`` tokens that may follow ``ids``, which begin with those of the call before."""
 
 
@@ -49,32 +62,44 @@ class TextSource(ABC):
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """Draft for every item; `DraftSource.propose`."""
         started_s = time.perf_counter()
-        for sequence_id in request.release:
-            ended = self._sequences.pop(sequence_id, None)
-            if ended is not None:
-                self._ended(ended)
+        self.release(request.release)
         proposals = tuple(self._propose(item) for item in request.items)
         return ProposeReply(
             round_id=request.round_id, proposals=proposals, step_time_s=time.perf_counter() - started_s, num_steps=0
         )
 
+    def release(self, sequence_ids: Sequence[str]) -> None:
+        """These sequences ended."""
+        for sequence_id in sequence_ids:
+            ended = self._sequences.pop(sequence_id, None)
+            if ended is not None:
+                self._ended(ended)
+
     def _propose(self, item: ProposeItem) -> Proposal:
+        found = self.look_up(item)
+        if found is None:
+            return Proposal(sequence_id=item.sequence_id, reason="need_context")
+        return Proposal(
+            sequence_id=item.sequence_id,
+            tokens=found.tokens,
+            known_length=len(self._sequences[item.sequence_id].ids),
+            reason=None if found.tokens else "no_match",
+        )
+
+    def look_up(self, item: ProposeItem) -> TextDraft | None:
+        """The draft for one item, with what speaks for it; None where the sequence is not known up to ``base_length``."""
         sequence = self._sequences.get(item.sequence_id)
         if sequence is None or item.base_length == 0:
             sequence = Followed(self._open(item.context), item.context)
         num_accepted = max(item.base_length - len(sequence.ids), 0)
         if num_accepted > len(sequence.draft):
-            return Proposal(sequence_id=item.sequence_id, reason="need_context")
+            return None
         sequence.ids += sequence.draft[:num_accepted]
         self._catch_up(sequence, item)
         self._sequences[item.sequence_id] = sequence
-        sequence.draft = sequence.index.draft(sequence.ids, item.depth)
-        return Proposal(
-            sequence_id=item.sequence_id,
-            tokens=sequence.draft,
-            known_length=len(sequence.ids),
-            reason=None if sequence.draft else "no_match",
-        )
+        found = sequence.index.draft(sequence.ids, item.depth)
+        sequence.draft = found.tokens
+        return found
 
     def _catch_up(self, sequence: Followed, item: ProposeItem) -> None:
         """Add the committed tokens. An index cannot forget, so one of another text is built anew: committed tokens are never

@@ -6,8 +6,11 @@ n-gram to the position after its last occurrence, so that a token costs ``max_ng
 
 from collections.abc import Sequence
 
-from engine.propose.from_text import TextIndex, TextSource
+from engine.propose.from_text import NO_TEXT, TextDraft, TextIndex, TextSource
 from engine.types import SequenceContext
+
+LONGEST_COUNTED = 32
+"""A longer match is no better known: what is copied is copied."""
 
 
 class NgramSource(TextSource):
@@ -35,7 +38,7 @@ class _Ngrams:
         self._followers: dict[tuple[int, ...], int] = {}
         """n-gram -> index of the token after its last occurrence but one that ends the sequence."""
 
-    def draft(self, ids: Sequence[int], depth: int) -> tuple[int, ...]:
+    def draft(self, ids: Sequence[int], depth: int) -> TextDraft:
         for end in range(self._num_indexed, len(ids)):
             for n in range(self._min_ngram, min(self._max_ngram, end) + 1):
                 self._followers[tuple(ids[end - n : end])] = end
@@ -43,11 +46,19 @@ class _Ngrams:
         for n in range(min(self._max_ngram, len(ids)), self._min_ngram - 1, -1):
             start = self._followers.get(tuple(ids[len(ids) - n :]))
             if start is not None:
-                return self._continue(ids, start, depth)
-        return ()
+                return TextDraft(self._continue(ids, start, depth), _match_length(ids, start, n))
+        return NO_TEXT
 
     @staticmethod
     def _continue(ids: Sequence[int], start: int, depth: int) -> tuple[int, ...]:
         """``depth`` tokens from ``start`` on; a match that reaches the end repeats itself (a loop of period end - start)."""
         period = len(ids) - start
         return tuple(ids[start + j % period] for j in range(depth))
+
+
+def _match_length(ids: Sequence[int], start: int, known: int) -> int:
+    """How many tokens before ``start`` are those at the end, of which ``known`` are known to be, as far as that is counted."""
+    length, most = known, min(start, LONGEST_COUNTED)
+    while length < most and ids[start - 1 - length] == ids[len(ids) - 1 - length]:
+        length += 1
+    return length

@@ -113,7 +113,7 @@ class Sequences:
         So far back goes only a caller who repeats an old message; the rest is computed again from its ids.
         """
         size = self._model.cache.pool.block_size
-        if length == 0 or cached.blocks[(length - 1) // size] != ABSENT:
+        if not cached.blocks or length == 0 or cached.blocks[(length - 1) // size] != ABSENT:  # of a translated draft: none
             return length
         return cached.blocks.index(ABSENT) * size
 

@@ -14,8 +14,9 @@ earlier request with the same seed has spent the noise that decides this one, so
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from engine.propose.from_text import Followed, TextIndex, TextSource
+from engine.propose.from_text import Followed, TextDraft, TextIndex, TextSource
 from engine.propose.suffix_automaton import MAX_CONTEXT, SEPARATOR, SuffixAutomaton
 from engine.types import ProposeReply, ProposeRequest, SequenceContext
 
@@ -29,9 +30,21 @@ INDEXED_PER_CALL = 1024
 RULES_THAT_SHARE = frozenset({"greedy", "coupled"})
 """Under which the text is a function of request and seed alone, whatever the draft."""
 SEGMENTS = 4
-Draft = tuple[float, tuple[int, ...]]
-"""How many of its tokens are likely accepted, and its tokens."""
-NOTHING: Draft = (0.0, ())
+
+
+class Draft(NamedTuple):
+    """A draft of one length of suffix."""
+
+    promised: float
+    """How many of its tokens are likely accepted."""
+    tokens: tuple[int, ...]
+    match: int = 0
+    """Tokens of the suffix."""
+    probability: float = 0.0
+    """Of the draft as a whole."""
+
+
+NOTHING = Draft(0.0, ())
 
 
 class SuffixSource(TextSource):
@@ -84,7 +97,7 @@ class _Suffixes:
         self._shared = shared
         self._num_indexed = 0
 
-    def draft(self, ids: Sequence[int], depth: int) -> tuple[int, ...]:
+    def draft(self, ids: Sequence[int], depth: int) -> TextDraft:
         end = min(len(ids), self._num_indexed + INDEXED_PER_CALL)
         for token in ids[self._num_indexed : end]:
             self._own.append(token)
@@ -93,7 +106,8 @@ class _Suffixes:
         best = self._own.draft(recent, depth)
         if self._shared is not None:
             best = better(best, self._shared.draft(recent, depth))
-        return best[1]
+        share = best.probability ** (1 / len(best.tokens)) if best.tokens else 0.0
+        return TextDraft(best.tokens, best.match, share)
 
 
 class RecentText:
@@ -119,11 +133,11 @@ class RecentText:
 
     def draft(self, recent: Sequence[int], depth: int) -> Draft:
         """The best draft of at most ``depth`` tokens after ``recent``, of equal ones that of the newest segment."""
-        best: Draft = NOTHING
+        best = NOTHING
         for segment in reversed(self._segments):
             for state, length in segment.places(recent):
                 longest = min(depth, int(DRAFT_PER_MATCH * length))
-                if longest <= best[0]:
+                if longest <= best.promised:
                     break
                 best = better(best, grow(segment, state, length, longest))
         return best
@@ -131,21 +145,21 @@ class RecentText:
 
 def grow(segment: SuffixAutomaton, state: int, length: int, longest: int) -> Draft:
     """What most often followed a place, as long as that is likely enough."""
-    probability, promised = 1.0, 0.0
+    probability, promised, match = 1.0, 0.0, length
     tokens: list[int] = []
     while len(tokens) < longest:
         found = segment.follow(state, length)
         if found is None:
             break
         token, share, state, length = found
-        probability *= share
-        if token == SEPARATOR or probability < LEAST_PROBABILITY:
+        if token == SEPARATOR or probability * share < LEAST_PROBABILITY:
             break
+        probability *= share
         promised += probability
         tokens.append(token)
-    return promised, tuple(tokens)
+    return Draft(promised, tuple(tokens), match, probability)
 
 
 def better(first: Draft, second: Draft) -> Draft:
     """The draft that promises more tokens; of equal ones the first."""
-    return second if second[0] > first[0] else first
+    return second if second.promised > first.promised else first

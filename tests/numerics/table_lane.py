@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.drivers import SyncDriver
 from engine.propose.base import DraftSource
+from engine.propose.beside import TextBeside
+from engine.propose.from_text import TextSource
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
 from engine.testing import TableModel
 from engine.types import Delta, GenerateRequest, SamplingParams
@@ -26,7 +28,7 @@ PROMPT = (1, 3, 0, 2, 1, 3, 0, 2)
 NUM_TEXTS = 2_000
 FIRST_SEED = 1_000_000
 FALSE_ALARM = 1e-6
-NUM_CASES = 150
+NUM_CASES = 160
 LEVEL = FALSE_ALARM / NUM_CASES
 """A case fails at a p-value below this, so that the odds that any of `NUM_CASES` fails by chance are at most `FALSE_ALARM`."""
 SETTINGS: dict[str, dict[str, float]] = {
@@ -48,10 +50,13 @@ GOOD_DRAFT = TARGET + table(VOCAB, 6, 0.7)
 BAD_DRAFT = table(VOCAB, 9)
 
 
-def lane(target: TargetModel, source: DraftSource | None, policy: DepthPolicy, **limits: int) -> SyncDriver:
-    """A driver with room for everything that ``limits`` does not bound."""
+def lane(
+    target: TargetModel, source: DraftSource | None, policy: DepthPolicy, text: TextSource | None = None, **limits: int
+) -> SyncDriver:
+    """A driver with room for everything that ``limits`` does not bound; ``text`` drafts beside ``source``."""
     limits = {"max_batch": 1_000, "prefill_tokens": 1 << 20, "max_waiting": 1 << 20, **limits}
-    return SyncDriver(target, source, Scheduler(target.info, policy, **limits))
+    beside = None if text is None else TextBeside(text, 20)
+    return SyncDriver(target, source, Scheduler(target.info, policy, text=beside, **limits))
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Sampled:
     hits: Counter[str]
     """Of all texts that were played together."""
     misses: Counter[str]
+    by_source: Counter[str]
+    """Requests times rounds whose draft came from a source, over all texts."""
 
     @property
     def acceptance(self) -> float:
@@ -79,6 +86,7 @@ def sample(
     target: Tensor = TARGET,
     num_texts: int = NUM_TEXTS,
     policy: DepthPolicy = FIXED_DEPTH,
+    text: TextSource | None = None,
 ) -> dict[str, Sampled]:
     """Play texts of distinct seeds, ``num_texts`` for each of the ``settings``, all mixed in one lane."""
     kinds = {name: SamplingParams(rule=rule, max_tokens=LENGTH, **kind) for name, kind in settings.items()}  # type: ignore[arg-type]
@@ -89,29 +97,29 @@ def sample(
     ]
     texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
     ended: dict[str, list[Delta]] = {name: [] for name in kinds}
-    driver = lane(TableModel(target, kv_capacity_tokens=1 << 30), source, policy)
+    driver = lane(TableModel(target, kv_capacity_tokens=1 << 30), source, policy, text)
     for request in requests:
         driver.add(request)
-    hits, misses = Counter[str](), Counter[str]()
+    hits, misses, by_source = Counter[str](), Counter[str](), Counter[str]()
     while driver.scheduler.running or driver.scheduler.waiting:
         result = driver.step()
         hits.update(result.report.hits)
         misses.update(result.report.misses)
+        by_source.update({name: step.num_requests for name, step in result.report.sources.items()})
         for delta in result.deltas:
             texts[delta.request_id] += delta.token_ids
             if delta.finish_reason is not None:
                 ended[delta.request_id.split("/")[0]].append(delta)
     joints = {name: exact_joint(target.tolist(), params, PROMPT, LENGTH) for name, params in kinds.items()}
-    return {name: _judged(joints[name], texts, ended[name], hits, misses) for name in kinds}
+    return {name: _judged(joints[name], texts, ended[name], hits, misses, by_source) for name in kinds}
 
 
-def _judged(
-    joint: Tensor, texts: dict[str, list[int]], ended: Sequence[Delta], hits: Counter[str], misses: Counter[str]
-) -> Sampled:
+def _judged(joint: Tensor, texts: dict[str, list[int]], ended: Sequence[Delta], *counted: Counter[str]) -> Sampled:
     return Sampled(
         p=texts_p([texts[delta.request_id] for delta in ended], joint),
         num_drafted=sum(delta.num_drafted for delta in ended),
         num_accepted=sum(delta.num_accepted for delta in ended),
-        hits=hits,
-        misses=misses,
+        hits=counted[0],
+        misses=counted[1],
+        by_source=counted[2],
     )

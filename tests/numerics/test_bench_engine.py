@@ -325,6 +325,23 @@ def test_ratios_are_medians_of_pairs() -> None:
     assert result["arms"][0] == {"arm": "plain", "batch": 1, "tokens_per_s": 30.0}
 
 
+def test_a_choice_is_held_against_the_best_source_of_each_kind() -> None:
+    """Bug guarded: the choice is compared with one source for all kinds, with one that it does not have, or with itself."""
+    kinds = ("code", "editing", "open")
+    arms = (
+        ran("plain", dict.fromkeys(kinds, 9.0)),
+        ran("ngram auto", dict.fromkeys(kinds, 0.1)),
+        ran("suffix auto", dict(zip(kinds, (4.0, 1.0, 4.0), strict=True))),
+        ran("self-int8 auto", dict(zip(kinds, (2.0, 2.0, 2.0), strict=True))),
+        ran("self-int8+suffix auto", dict(zip(kinds, (2.0, 1.25, 1.6), strict=True))),
+    )
+    result = summary(measured(*arms), quick=True)
+    assert result["ratios"]["choice_vs_best_source"] == 1.0
+    assert result["spread"]["choice_vs_best_source"] == [0.9, 1.125]
+    assert result["ratios"]["self-int8+suffix auto vs plain"] == 5.625
+    assert "choice_vs_best_source" not in summary(measured(*arms[:4]), quick=True)["ratios"]
+
+
 def test_the_configured_draft_is_held_against_assisted_generation() -> None:
     """Bug guarded: the int8 copy's figure under the name of another draft."""
     arms = (

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.drivers import AsyncDriver, DraftUnavailable
 from engine.propose.base import DraftSource
+from engine.propose.from_text import TextSource
 from engine.propose.ngram import NgramSource
 from engine.propose.outcomes import OutcomeCache, Taken
 from engine.propose.suffix import SuffixSource
@@ -37,6 +38,8 @@ from engine.types import (
     ProposeRequest,
     SamplingParams,
     StepReport,
+    TextChoice,
+    TextOffer,
     TokenLogprob,
     VerifyReply,
     VerifyRequest,
@@ -103,11 +106,26 @@ class RandomOverlap(RandomDepth):
         return self._random.randint(0, 8)
 
 
+class RandomChoice(RandomOverlap):
+    """Besides, any part of what the text offers, before the model's draft or in its absence."""
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(self._random.randint(0, offer.length), self._random.random() < 0.4) for offer in offers]
+
+
 class Recorded:
     """Remembers every delta of a lane, with its logprobs."""
 
-    def __init__(self, target: TargetModel, source: DraftSource | None, policy: DepthPolicy, **limits: int):
-        self.driver = lane(target, source, policy, **limits)
+    def __init__(
+        self,
+        target: TargetModel,
+        source: DraftSource | None,
+        policy: DepthPolicy,
+        text: TextSource | None = None,
+        **limits: int,
+    ):
+        self.driver = lane(target, source, policy, text, **limits)
+        self.by_source: Counter[str] = Counter()
         self.fallbacks: set[str] = set()
         self.num_accepted = 0
         self.num_preempted = 0
@@ -124,6 +142,7 @@ class Recorded:
             self.num_accepted += result.report.num_accepted
             self.num_preempted += result.report.num_preempted
             self.hits.update(result.report.hits)
+            self.by_source.update({name: step.num_accepted for name, step in result.report.sources.items()})
             for delta in result.deltas:
                 deltas[delta.request_id].append(delta)
         return {name: _joined(parts) for name, parts in deltas.items()}
@@ -233,6 +252,21 @@ def test_the_text_does_not_depend_on_depths_that_change_after_preparing(plain: P
     recorded = Recorded(model(), SOURCES["good"](), RandomOverlap(), **limits)
     assert recorded.play(requests) == texts
     assert min(recorded.hits[kind] for kind in ("plain", "recovery", "bonus")) > 0
+
+
+@pytest.mark.parametrize("text", [NgramSource, lambda: SuffixSource(shared_tokens=1 << 12)], ids=["n-grams", "suffixes"])
+@pytest.mark.parametrize("source", ["good", "random"])
+@pytest.mark.parametrize("limits", [{"max_batch": 3, "prefill_tokens": 16}, {"max_batch": 20, "prefill_tokens": 7}], ids=str)
+def test_the_text_does_not_depend_on_which_source_drafts(
+    plain: Plain, source: str, text: Callable[[], TextSource], limits: dict[str, int]
+) -> None:
+    """Bug guarded: two sources for one request, in turns, shift what either is believed to hold, or what was prepared."""
+    requests, texts = plain
+    recorded = Recorded(model(), SOURCES[source](), RandomChoice(), text(), **limits)
+    assert recorded.play(requests) == texts
+    assert not recorded.fallbacks & {"need_context", "unexpected_answer"}
+    assert min(recorded.by_source.values()) > 0 or source == "random"
+    assert recorded.hits["recovery"] > 0 or source == "random"
 
 
 def test_a_cache_that_confuses_outcomes_changes_nothing(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:

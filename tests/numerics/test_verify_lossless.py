@@ -57,11 +57,11 @@ def test_a_lossless_engine_passes(has_draft: bool) -> None:
     assert report.divergences == []
     assert report.controls_found
     names = [arm.name for arm in report.arms]
-    assert len(names) == len(set(names)) == (23 if has_draft else 15)
+    assert len(names) == len(set(names)) == (24 if has_draft else 16)
     assert [arm.num_preempted > 0 for arm in report.arms if "preempt" in arm.must] == [True]
     crashing = next(arm for arm in report.arms if arm.name.startswith("crashing"))
     assert {"crashed", "invalid_draft"} <= set(crashing.fallbacks)
-    assert sum(arm.num_hits > 0 for arm in report.arms) == (3 if has_draft else 0)
+    assert sum(arm.num_hits > 0 for arm in report.arms) == (4 if has_draft else 0)
     assert {(s.rule, s.draft) for s in report.sampled} == {
         (rule, "table" if has_draft else "uniform") for rule in ("coupled", "rejection", "block")
     }

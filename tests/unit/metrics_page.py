@@ -11,7 +11,7 @@ from deployments.counters import LaneCounters, draft_summary
 from deployments.messages import DraftReport, DraftWork, LaneStatus, Traffic
 from deployments.metrics import render
 from engine.testing import model_info
-from engine.types import StepReport
+from engine.types import SourceStep, StepReport
 
 SNAPSHOT = {
     "lanes": ["lane"],
@@ -82,6 +82,7 @@ def full_page() -> str:
         misses={"late": 1},
         fallbacks={"no_draft": 1},
         queue_times_s=(0.0,),
+        sources={"model": SourceStep(1, 1, 1, 0.1)},
     )
     counters.round_done(report, 0.0)
     lane = msgspec.structs.replace(
@@ -89,6 +90,7 @@ def full_page() -> str:
         dropped_answers={"late": 1},
         requests_per_draft={"d0": 1},
         traffic={"draft": Traffic(1, 1, 1, 0.1)},
+        sources=counters.sources_by_name("self-int8"),
         **counters.told(),
     )
     work = DraftWork(num_lanes=1, num_sequences=1, num_runs=1, num_messages=1)

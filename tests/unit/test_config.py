@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from engine.build import build_text_beside
 from engine.config import OutriderConfig, TargetConfig, cache_folder, load_config, parse_config
 from engine.errors import ConfigError
 
@@ -154,6 +155,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         ({"target": {"kv_cache_tokens": 100}}, "target.kv_cache_tokens"),
         ({"target": None}, "target"),
         ({"draft": {"source": "modle"}}, "draft.source"),
+        ({"draft": {"text": "prose"}}, "draft.text"),
         ({"draft": {"timeout_s": 0}}, "draft.timeout_s"),
         ({"draft": {"source": "suffix", "suffix_shared_tokens": -1}}, "draft.suffix_shared_tokens"),
         ({"draft": {"timeout_s": math.nan}}, "draft.timeout_s"),
@@ -211,6 +213,9 @@ def test_a_value_out_of_range_is_refused_by_name(data: Any, named: str) -> None:
             "draft.window_tokens is set but draft.source 'ngram' runs no model",
         ),
         ({"draft": {"sink_tokens": 4}}, "draft.sink_tokens is set without draft.window_tokens"),
+        ({"draft": {"source": "ngram", "text": "suffix"}}, "set `source: suffix` and remove draft.text"),
+        ({"draft": {"source": "none", "text": "ngram"}}, "draft.text 'ngram' stands beside a model"),
+        ({"draft": {"text": "ngram", "suffix_shared_tokens": 4096}}, "or `text: suffix` beside a model"),
         ({"draft": {"source": "suffix", "suffix_shared_tokens": 9}}, "suffix_shared_tokens must be 0 or at least 1024, got 9"),
         ({"lanes": {"min": 3, "max": 2}}, "lanes.max (2) is below lanes.min (3)"),
         ({"drafts": {"min": 2}}, "drafts.max (1) is below drafts.min (2)"),
@@ -294,3 +299,12 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert cache_folder() == Path("/elsewhere/outrider")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_folder() == Path.home() / ".cache" / "outrider"
+
+
+def test_a_text_source_stands_beside_a_model() -> None:
+    """Bug guarded: the option is accepted and ignored, by default or with speculation switched off a source reads all texts."""
+    beside = build_text_beside(parse_config({"draft": {"text": "suffix", "suffix_shared_tokens": 4096}}))
+    assert beside is not None
+    assert beside.name == "suffix"
+    assert build_text_beside(parse_config({})) is None
+    assert build_text_beside(parse_config({"draft": {"text": "ngram"}, "speculation": {"max_depth": 0}})) is None

@@ -12,7 +12,15 @@ from deployments.messages import DraftReport, DraftWork, LaneStatus, Traffic
 from deployments.metrics import render
 from engine.errors import InvalidRequest, Overloaded
 from engine.testing import FakeClock, model_info
-from engine.types import Delta, FinishReason, GenerateRequest, SamplingParams, StepReport
+from engine.types import (
+    MODEL_SOURCE,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SourceStep,
+    StepReport,
+)
 
 
 def step(draft_time_s: float, exposed_time_s: float, **more: object) -> StepReport:
@@ -38,6 +46,22 @@ def lane_status(counters: LaneCounters) -> LaneStatus:
         requests_per_draft={"d0": 2},
         traffic={"target": Traffic(10, 100, 200, 0.01), "draft": Traffic(10, 50, 50, 0.03)},
     )
+
+
+def test_each_source_is_counted_as_itself() -> None:
+    """Bug guarded: what the text beside a model drafted counts as the model's, or only the last round counts."""
+    counters = LaneCounters()
+    for _ in range(2):
+        sources = {MODEL_SOURCE: SourceStep(1, 4, 3, 0.2), "suffix": SourceStep(2, 9, 8, 0.001)}
+        counters.round_done(step(0.2, 0.2, sources=sources), 0.0)
+    assert counters.sources_by_name("self-int8") == {
+        "self-int8": SourceStep(2, 8, 6, 0.4),
+        "suffix": SourceStep(4, 18, 16, 0.002),
+    }
+    lane = msgspec.structs.replace(status("l"), sources=counters.sources_by_name("self-int8"))
+    shown = render([lane], {"lanes": [], "drafts": []})
+    assert 'outrider_source_accepted_tokens_total{lane="l",source="suffix"} 16.0' in shown
+    assert 'outrider_source_drafts_total{lane="l",source="self-int8"} 2.0' in shown
 
 
 def test_draft_time_is_hidden_or_exposed_round_by_round() -> None:

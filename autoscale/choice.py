@@ -1,0 +1,215 @@
+"""Whether a request is drafted for from its text, by the model, or not at all.
+
+Both drafts are worth what they promise less what they cost. With Theta tokens per second, survival t_j and s_j of the
+text's and the model's tokens, and b requests that share the draft's steps,
+
+    text:                      sum_j (t_j - Theta dT/dn)
+    model, asked for:          sum_j (s_j - Theta (dT/dn + T_draft(b) / b)) - Theta hop / b
+    model, prepared:           sum_j (s_j - price)                 (`autoscale.overlap`: its steps hide behind the verify)
+
+each over as many leading tokens as make it largest. The text's draft costs positions of the verify only, so it may pay where
+load has closed the model's. ``T_draft(b) / b`` is the least that a step can cost a request: whoever prefers its text even then
+is not asked for; what the model's steps really cost those that are left is for `autoscale.allocation` to say, and who gets
+nothing there falls back on its text.
+
+**Theta.** Plans know what the model's drafts make, not what the text's add, which may be a multiple. So the planned rate is
+multiplied by tokens made per token planned, over the last rounds of the requests that are there: online, that is the iteration
+of Dinkelbach (1967), in which the best choice at one rate makes the next one. Drafts count as what was expected of them, at
+the cost that is modelled: so only the text moves the factor, and no luck or hiccup does.
+
+**Switching.** In sequential rounds the model has not read what was committed without it. A round with it would have to be
+better by what reading takes, or better again and again: what was forgone is added up, and once it comes to the reading, it is
+read (ski rental, at most twice the cost of who knows the future; Karlin et al. 1988). The prompt is no part of that: reading it
+pays over the whole output.
+
+**Exactness.** Everything here is known before the model's draft of the round is looked at: the text, lengths, counts of earlier
+rounds, and whether (not which) tokens are prepared. Under ``rejection`` and ``block`` that is not a matter of taste: a draft
+that was drawn with q and then dropped, cut or replaced because of its tokens is no draft from q any more, and what is committed
+in its place is biased (tests/numerics/test_wrong_rules_table.py finds it). A text's own draft is certain: its tokens are a
+function of committed ones, and may be looked at and cut as one likes. Under ``greedy`` and ``coupled`` nothing of this could
+reach the text.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoscale.allocation import allocate
+from autoscale.cost_model import RoundCost
+from autoscale.price import expected_tokens
+from autoscale.text_acceptance import TextAcceptance
+from engine.types import TextChoice, TextOffer
+
+YIELD_DECAY = 0.93
+"""Per round: a request remembers about 14 of them."""
+YIELD_START_TOKENS = 6.0
+"""Made as planned, before a request's first round."""
+
+
+class Terms(NamedTuple):
+    """What the model's and the text's drafts cost in this round."""
+
+    rate: float
+    """Theta, tokens per second."""
+    cost: RoundCost
+    batch: float
+    """Requests to reckon with."""
+    prepared_price: float | None = None
+    """Of a position that was prepared; None in sequential rounds."""
+
+    @property
+    def position(self) -> float:
+        """Tokens that the lane could make in the time of one more position of a verify."""
+        return self.rate * self.cost.target.slope(self.batch)
+
+
+class Chosen(NamedTuple):
+    """What was decided for one request."""
+
+    depth: int
+    gain: float
+    """Of its text's draft, in tokens."""
+    promised: float
+    """Tokens of it that are likely kept."""
+    is_first: bool
+    is_held_back: bool
+    """The model would have to read too much."""
+
+
+NOT_CHOSEN = Chosen(0, 0.0, 0.0, is_first=False, is_held_back=False)
+
+
+@dataclass(slots=True)
+class _Yield:
+    """Of one request, decayed tokens: those it made, and those that its share of the rounds' time was planned to make."""
+
+    made: float = YIELD_START_TOKENS
+    planned: float = YIELD_START_TOKENS
+
+
+class TextChooser:
+    """Decides round by round between two sources of drafts, and learns what the text's are worth."""
+
+    def __init__(self) -> None:
+        self.acceptance = TextAcceptance()
+        self._chosen: dict[str, Chosen] = {}
+        self._forgone: dict[str, float] = {}
+        """Tokens that the model's drafts would have brought since they were used last."""
+        self._yields: dict[str, _Yield] = {}
+        self._num_first, self._num_offers = 0, 0
+        """Of the last round."""
+        self._model_depths: dict[str, int] = {}
+        """Of this round's drafts that came from the model."""
+
+    def yield_factor(self, request_ids: Iterable[str]) -> float:
+        """Tokens made per token that plans for the model alone had promised these requests; at least 1."""
+        known = [self._yields[request_id] for request_id in request_ids if request_id in self._yields]
+        return max(sum(one.made for one in known) / sum(one.planned for one in known), 1.0) if known else 1.0
+
+    @property
+    def factor(self) -> float:
+        """`yield_factor` of the requests that were offered something in this round; 1 where there is no text."""
+        return self.yield_factor(self._chosen)
+
+    def reason(self) -> str:
+        """How many requests were drafted for from their text in the last round; empty where there is no text."""
+        if self._num_offers == 0:
+            return ""
+        plural = "s" * (self._num_offers > 1)
+        return (
+            f"; what the text offers goes before the model's drafts for {self._num_first} of {self._num_offers} request{plural}"
+        )
+
+    def of(self, request_id: str) -> Chosen:
+        """What was decided for a request in this round."""
+        return self._chosen.get(request_id, NOT_CHOSEN)
+
+    def choose(
+        self, offers: Sequence[tuple[TextOffer, float]], models: Sequence[Sequence[float]], terms: Terms
+    ) -> list[TextChoice]:
+        """For every request, how much of its text's draft is worth verifying, and whether before the model's is looked at.
+
+        Each offer comes with what its tokens are worth (`autoscale.pace`), and with the survival of the model's draft in the
+        same measure, empty where that is not to be used.
+        """
+        self._chosen.clear()
+        texts = [[worth * survival for survival in self.acceptance.survival(offer)] for offer, worth in offers]
+        free = RoundCost(terms.cost.target, None, 0.0, terms.cost.context_s)
+        depths = allocate(texts, terms.rate, free, terms.batch)
+        for (offer, _), text, depth, model in zip(offers, texts, depths, models, strict=True):
+            gain = max(sum(text[:depth]) - depth * terms.position, 0.0)
+            other = model_gain(model, terms)
+            is_held_back = self._is_held_back(offer, other - gain, terms)
+            is_first = depth > 0 and (gain >= other or is_held_back)
+            promised = sum(self.acceptance.survival(offer)[:depth])
+            self._chosen[offer.request.request_id] = Chosen(depth, gain, promised, is_first, is_held_back)
+        return self._choices([offer for offer, _ in offers])
+
+    def choose_by_length(
+        self, offers: Sequence[TextOffer], models: Sequence[Sequence[float]], fixed_depth: int
+    ) -> list[TextChoice]:
+        """The same for a fixed depth: what promises more kept tokens, whatever it costs."""
+        self._chosen.clear()
+        for offer, model in zip(offers, models, strict=True):
+            text = self.acceptance.survival(offer)[:fixed_depth]
+            is_first = bool(text) and sum(text) >= sum(model)
+            self._chosen[offer.request.request_id] = Chosen(len(text), sum(text), sum(text), is_first, is_held_back=False)
+        return self._choices(offers)
+
+    def observe(self, request_id: str, match: int, share: float, kept: int, tested: int) -> None:
+        """As `TextAcceptance.observe`."""
+        self.acceptance.observe(request_id, match, share, kept, tested)
+
+    def model_was_used(self, request_id: str, depth: int) -> None:
+        """A draft of the model was verified, so it has read all of the request."""
+        self._forgone.pop(request_id, None)
+        self._model_depths[request_id] = depth
+
+    def end_round(self, alpha: float, planned_rate: float, cost: RoundCost) -> None:
+        """A round ended in which the model alone, with ``alpha``, was to make ``planned_rate`` tokens/s at ``cost``."""
+        self.acceptance.end_round()
+        texts = {name: one for name, one in self._chosen.items() if name not in self._model_depths}
+        deepest, batch = max(self._model_depths.values(), default=0), max(len(self._chosen), 1)
+        verified = len(self._chosen) + sum(one.depth for one in texts.values()) + sum(self._model_depths.values())
+        seconds = cost.verify_time(batch, verified) + cost.time(batch, deepest) - cost.verify_time(batch, batch * (deepest + 1))
+        for name in self._chosen:
+            one = self._yields.setdefault(name, _Yield())
+            expected = expected_tokens(alpha, self._model_depths.get(name, 0)) + texts.get(name, NOT_CHOSEN).promised
+            one.made = YIELD_DECAY * one.made + expected
+            one.planned = YIELD_DECAY * one.planned + planned_rate * seconds / batch
+        self._num_first = sum(one.is_first for one in self._chosen.values())
+        self._num_offers = len(self._chosen)
+        self._chosen.clear()
+        self._model_depths.clear()
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self.acceptance.forget(request_id)
+        for kept in (self._chosen, self._forgone, self._yields, self._model_depths):
+            kept.pop(request_id, None)
+
+    def _choices(self, offers: Sequence[TextOffer]) -> list[TextChoice]:
+        return [TextChoice(one.depth, one.is_first) for one in (self.of(offer.request.request_id) for offer in offers)]
+
+    def _is_held_back(self, offer: TextOffer, better: float, terms: Terms) -> bool:
+        """Whether the model must wait: it is better by ``better`` tokens, and would have to read first."""
+        draft = terms.cost.draft
+        if better <= 0 or terms.prepared_price is not None or draft is None or offer.num_unread <= 1:
+            return False
+        forgone = self._forgone.get(offer.request.request_id, 0.0) + better
+        self._forgone[offer.request.request_id] = forgone
+        return forgone < terms.rate * (draft.time(offer.num_unread) - draft.time(1))
+
+
+def model_gain(survival: Sequence[float], terms: Terms) -> float:
+    """Tokens that the model's draft of the best length is worth, at least 0."""
+    if terms.prepared_price is not None:
+        price, paid = terms.prepared_price, 0.0
+    else:
+        share_s = terms.cost.draft_time(terms.batch) / terms.batch
+        price, paid = terms.position + terms.rate * share_s, terms.rate * terms.cost.hop_s / terms.batch
+    best, gained = 0.0, -paid
+    for probability in survival:
+        gained += probability - price
+        best = max(best, gained)
+    return best

@@ -1,0 +1,93 @@
+"""A text source beside a model leaves the target's distribution, under every rule, as long as nothing drawn decides for one.
+
+The same test, at the same level, as in test_distribution_table.py, whose cases these are counted with (`NUM_CASES`).
+"""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from msgspec.structs import replace
+from table_lane import BAD_DRAFT, DEPTH, GOOD_DRAFT, LEVEL, NUM_TEXTS, sample
+
+from autoscale.lane_policy import LanePolicy
+from engine.propose.ngram import NgramSource
+from engine.scheduler import FixedDepth
+from engine.testing import TableModel
+from engine.types import MODEL_SOURCE, Proposal, ProposeReply, ProposeRequest, TextChoice, TextOffer
+
+RULES = ["coupled", "rejection", "block"]
+Q = torch.softmax(BAD_DRAFT.double(), dim=1).tolist()
+FLAT = ((1, 0.02), (100_000, 0.02))
+CHEAP = ((1, 0.001), (100_000, 0.001))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The tensors here are so small that a second thread only waits."""
+    torch.set_num_threads(1)
+
+
+class AnyChoice(FixedDepth):
+    """The text's draft first, in the model's absence, or not at all, some requests drafted in advance, as chance has it."""
+
+    def __init__(self, fan_out: int = 0):
+        super().__init__(DEPTH, fan_out, asks=False)
+        self._random = random.Random(5)
+
+    def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
+        return self._random.randint(0, DEPTH)
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(self._random.randint(0, min(offer.length, DEPTH)), self._random.random() < 0.4) for offer in offers]
+
+
+class LastChoice(FixedDepth):
+    """The text's draft where the model has none."""
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(min(offer.length, DEPTH), is_first=False) for offer in offers]
+
+
+class Choosy(TableModel):
+    """A model that keeps its draft to itself where it finds the first token that it drew unlikely."""
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        reply = super().propose(request)
+        drawn = zip(request.items, reply.proposals, strict=True)
+        return replace(
+            reply,
+            proposals=tuple(
+                proposal
+                if Q[item.tokens[-1]][proposal.tokens[0]] >= 0.3
+                else Proposal(sequence_id=item.sequence_id, known_length=proposal.known_length, reason="no_match")
+                for item, proposal in drawn
+            ),
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fan_out", [0, 2])
+def test_mixed_sources_leave_the_targets_distribution(rule: str, fan_out: int) -> None:
+    """Bug guarded: noise of a draft that was not used decides the one that was, or what was prepared is used again."""
+    sampled = sample(rule, {"plain": {}}, TableModel(GOOD_DRAFT), policy=AnyChoice(fan_out), text=NgramSource())["plain"]
+    assert sampled.p > LEVEL
+    assert min(sampled.by_source.values()) > NUM_TEXTS / 5
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_services_own_choice_leaves_the_targets_distribution(rule: str) -> None:
+    """Bug guarded: the policy that serves looks at something that was drawn."""
+    policy = LanePolicy(DEPTH, FLAT, CHEAP, prior_alpha=0.4)
+    sampled = sample(rule, {"plain": {}}, TableModel(BAD_DRAFT), policy=policy, text=NgramSource())["plain"]
+    assert sampled.p > LEVEL
+    assert sampled.num_drafted > NUM_TEXTS
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_choice_by_what_was_drawn_is_found(rule: str) -> None:
+    """Bug guarded: the tests above pass whatever decides between the sources. Under ``coupled`` it may be anything."""
+    sampled = sample(rule, {"plain": {}}, Choosy(BAD_DRAFT), policy=LastChoice(DEPTH), text=NgramSource())
+    assert min(sampled["plain"].by_source[name] for name in (MODEL_SOURCE, "ngram")) > NUM_TEXTS / 5
+    assert (sampled["plain"].p > LEVEL) == (rule == "coupled")

@@ -1,0 +1,292 @@
+"""Rounds with two sources, a model and the text: whichever drafts, the target's text comes out, and each is counted apart."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drivers import DraftUnavailable, SyncDriver
+from engine.propose.base import DraftSource
+from engine.propose.beside import TextBeside
+from engine.propose.from_text import TextDraft, TextSource
+from engine.propose.ngram import LONGEST_COUNTED, NgramSource
+from engine.propose.suffix import SuffixSource
+from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
+from engine.testing import NextToken, ScriptedDraft, ScriptedTarget, model_info
+from engine.types import (
+    MODEL_SOURCE,
+    GenerateRequest,
+    PrepareReply,
+    PrepareRequest,
+    ProposeItem,
+    ProposeReply,
+    ProposeRequest,
+    SamplingParams,
+    SourceStep,
+    TextChoice,
+    TextOffer,
+)
+
+VOCAB = 51
+
+
+def loop(ids: Sequence[int]) -> int:
+    """A text in which looking things up is always right, once its loop was seen."""
+    return len(ids) % 5 + 1
+
+
+def wrong(ids: Sequence[int]) -> int:
+    return loop(ids) + 10
+
+
+def sometimes(ids: Sequence[int]) -> int:
+    """Mostly a loop, with tokens in it that nobody foresees."""
+    return 20 + len(ids) * len(ids) % 23 if len(ids) % 7 == 0 else loop(ids)
+
+
+class AnyChoice(FixedDepth):
+    """First, only where the model has nothing, or not at all, as `random.Random` decides."""
+
+    def __init__(self, depth: int, fan_out: int = 0, asks: bool = True, seed: int = 0):
+        super().__init__(depth, fan_out, asks)
+        self._random = random.Random(seed)
+
+    def choose(self, request_id: str) -> int:
+        return self._random.randint(0, self._depth)
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(self._random.randint(0, offer.length), self._random.random() < 0.5) for offer in offers]
+
+
+class LastChoice(FixedDepth):
+    """The text only where the model has drafted nothing; keeps what it was told."""
+
+    def __init__(self, depth: int, fan_out: int = 0):
+        super().__init__(depth, fan_out)
+        self.told: list[tuple[TextDraft, int, int]] = []
+        self.offers: list[TextOffer] = []
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        self.offers += offers
+        return [TextChoice(offer.length, is_first=False) for offer in offers]
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
+        self.told.append((offer, kept, tested))
+
+
+class Gone:
+    """A draft that never answers."""
+
+    name = "gone"
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        raise DraftUnavailable("gone")
+
+    def prepare(self, request: PrepareRequest) -> PrepareReply:
+        raise DraftUnavailable("gone")
+
+
+def driver(
+    source: DraftSource | None,
+    policy: DepthPolicy,
+    rule: NextToken = loop,
+    text: TextSource | None = None,
+    **limits: int,
+) -> SyncDriver:
+    info = model_info(vocab_size=VOCAB, **{key: limits.pop(key) for key in ("kv_capacity_tokens",) if key in limits})
+    options = {"max_batch": 8, "prefill_tokens": 16, "max_waiting": 100, **limits}
+    beside = TextBeside(text or NgramSource(), 8)
+    return SyncDriver(ScriptedTarget(rule, info), source, Scheduler(info, policy, text=beside, **options))
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int = 24) -> GenerateRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(request_id=name, prompt_ids=tuple(prompt), params=params)
+
+
+def play(lane: SyncDriver, requests: Sequence[GenerateRequest]) -> tuple[dict[str, list[int]], dict[str, SourceStep]]:
+    """Outputs by request, and what each source came to."""
+    outputs: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    sources: dict[str, SourceStep] = {}
+    for one in requests:
+        lane.add(one)
+    while lane.scheduler.running or lane.scheduler.waiting:
+        result = lane.step()
+        report = result.report
+        for name, step in report.sources.items():
+            sources[name] = sources.get(name, SourceStep()) + step
+        assert len(report.text_depths) == len(report.depths)
+        assert sum(step.num_drafted for step in report.sources.values()) == report.num_drafted
+        assert sum(step.num_accepted for step in report.sources.values()) == report.num_accepted
+        assert all(0 in pair for pair in zip(report.text_depths, report.model_depths, strict=True)), "one source per round"
+        for delta in result.deltas:
+            outputs[delta.request_id] += delta.token_ids
+    return outputs, sources
+
+
+def expected(prompt: Sequence[int], max_tokens: int, rule: NextToken) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + max_tokens:
+        ids.append(rule(ids))
+    return ids[len(prompt) :]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 30)), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(0, 3),
+    st.booleans(),
+    st.sampled_from(["ngram", "suffix"]),
+    st.sampled_from([loop, wrong, sometimes]),
+)
+@settings(max_examples=40, deadline=None)
+def test_mixed_sources_do_not_change_the_text(
+    prompts: list[tuple[list[int], int]], depth: int, fan_out: int, asks: bool, name: str, drafted: NextToken
+) -> None:
+    """Bug guarded: a text's draft shifts what the model is believed to hold, or what was prepared; books do not balance."""
+    requests = [request(str(i), prompt, max_tokens) for i, (prompt, max_tokens) in enumerate(prompts)]
+    source = ScriptedDraft(drafted, vocab_size=VOCAB)
+    text = NgramSource() if name == "ngram" else SuffixSource(shared_tokens=64)
+    lane = driver(source, AnyChoice(depth, fan_out, asks), sometimes, text)
+    outputs, _ = play(lane, requests)
+    assert outputs == {str(i): expected(prompt, count, sometimes) for i, (prompt, count) in enumerate(prompts)}
+
+
+def test_what_goes_first_costs_the_model_nothing() -> None:
+    """Bug guarded: the model is asked although its draft is not wanted, or the text's tokens count as the model's."""
+    source = ScriptedDraft(wrong, vocab_size=VOCAB)
+    outputs, sources = play(driver(source, FixedDepth(4)), [request("r", [1, 2, 3, 4, 5] * 3)])
+    assert outputs["r"] == expected([1, 2, 3, 4, 5] * 3, 24, loop)
+    assert not source.requests
+    assert sources[MODEL_SOURCE] == SourceStep()
+    assert sources["ngram"].num_accepted == sources["ngram"].num_drafted == 18, "one token a round is the target's own"
+    assert sources["ngram"].time_s > 0
+
+
+def test_the_text_is_used_where_the_model_has_nothing() -> None:
+    """Bug guarded: a lost draft costs the text's drafts too, or they replace what the model has drafted."""
+    prompt = [1, 2, 3, 4, 5] * 3
+    _, sources = play(driver(Gone(), LastChoice(4)), [request("r", prompt)])
+    assert (sources[MODEL_SOURCE].num_drafted, sources["ngram"].num_accepted) == (0, 20)
+    _, sources = play(driver(None, LastChoice(4)), [request("r", prompt)])
+    assert sources["ngram"].num_accepted > 0
+    _, sources = play(driver(ScriptedDraft(loop, vocab_size=VOCAB), LastChoice(4)), [request("r", prompt)])
+    assert (sources[MODEL_SOURCE].num_accepted, sources["ngram"].num_drafted) == (18, 0)
+
+
+def test_the_model_prepares_after_the_texts_drafts() -> None:
+    """Bug guarded: what is prepared beside a text's draft is for another draft, or is not taken when the model drafts next."""
+
+    class InTurns(LastChoice):
+        def text_choices(
+            self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool
+        ) -> list[TextChoice]:
+            self.offers += offers
+            return [TextChoice(offer.length, is_first=len(self.offers) % 2 == 1) for offer in offers]
+
+    source = ScriptedDraft(loop, vocab_size=VOCAB)
+    lane = driver(source, InTurns(4, fan_out=1))
+    hits = 0
+    lane.add(request("r", [1, 2, 3, 4, 5] * 3, 60))
+    while lane.scheduler.running or lane.scheduler.waiting:
+        hits += sum(lane.step().report.hits.values())
+    drafts = [item.draft for one in source.prepare_requests for item in one.items if len(item.draft) == 8]
+    assert drafts, "the text's draft of eight tokens is what outcomes are prepared for"
+    assert hits >= len(drafts) - 1 > 0
+
+
+def test_every_offer_is_compared_with_what_was_committed() -> None:
+    """Bug guarded: an offer that was not used teaches nothing, or one that was cut off counts as wrong beyond its end."""
+    policy = LastChoice(2)
+    play(driver(ScriptedDraft(loop, vocab_size=VOCAB), policy, sometimes), [request("r", [1, 2, 3, 4, 5] * 3, 40)])
+    assert policy.told
+    assert {(kept, tested) for offer, kept, tested in policy.told if kept == tested} <= {(1, 1), (2, 2), (3, 3)}
+    assert any(kept < tested for _, kept, tested in policy.told)
+    assert all(kept <= tested <= len(offer.tokens) for offer, kept, tested in policy.told)
+
+
+def test_the_policy_hears_how_far_behind_the_model_is() -> None:
+    """Bug guarded: catching up after a streak of the text's drafts is free in the policy's books; a prompt that was never read
+    counts as behind."""
+    policy = LastChoice(0)
+    policy._depth = 3
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy)
+    lane.add(request("r", [1, 2, 3, 4, 5] * 3))
+    lane.step()
+    lane.step()
+    assert [offer.num_unread for offer in policy.offers] == [0]
+    policy._depth = 0
+    for _ in range(3):
+        lane.step()
+    unread = [offer.num_unread for offer in policy.offers]
+    assert unread[1] <= 2 < unread[-1]
+
+
+def test_drafts_of_the_text_fit_the_cache() -> None:
+    """Bug guarded: blocks are counted for the model's drafts only, so that the target's cache is overrun."""
+    lane = driver(None, FixedDepth(8), kv_capacity_tokens=64)
+    outputs, sources = play(lane, [request(str(i), [1, 2, 3, 4, 5] * 3, 16) for i in range(3)])
+    assert all(output == expected([1, 2, 3, 4, 5] * 3, 16, loop) for output in outputs.values())
+    assert sources["ngram"].num_drafted > 0
+
+
+def test_ended_requests_are_forgotten_and_names_may_come_again() -> None:
+    """Bug guarded: memory grows with every request; a new text under an old name is drafted from the old one."""
+    source = NgramSource()
+    lane = driver(None, FixedDepth(4), text=source)
+    play(lane, [request("r", [1, 2, 3, 4, 5] * 3)])
+    assert not source._sequences
+    outputs, _ = play(lane, [request("r", [9, 8, 7])])
+    assert outputs["r"] == expected([9, 8, 7], 24, loop)
+
+
+def test_prompts_are_read_chunk_by_chunk() -> None:
+    """Bug guarded: the first round that decodes reads a whole prompt while everybody waits."""
+    read: list[int] = []
+
+    class Counting(NgramSource):
+        def look_up(self, item: ProposeItem) -> TextDraft | None:
+            read.append(len(item.tokens))
+            return super().look_up(item)
+
+    play(driver(None, FixedDepth(4), text=Counting()), [request("r", [1, 2, 3, 4, 5] * 20)])
+    assert max(read) == 16
+    assert sum(read) >= 100
+
+
+# --- what speaks for a draft ------------------------------------------------------------------------------------------------
+
+
+def _look_up(source: TextSource, ids: Sequence[int], depth: int = 4) -> TextDraft | None:
+    return source.look_up(ProposeItem(sequence_id="s", base_length=0, tokens=tuple(ids), depth=depth))
+
+
+@pytest.mark.parametrize("matched", [1, 3, 4, 9, 40])
+def test_ngrams_tell_how_much_matched(matched: int) -> None:
+    """Bug guarded: everything longer than the longest n-gram looks alike, so that copying cannot be told from chance."""
+    copied = list(range(100, 100 + matched))
+    found = _look_up(NgramSource(), [1, *copied, 7, 8, 9, 2, *copied])
+    assert found == TextDraft((7, 8, 9, 2), min(matched, LONGEST_COUNTED))
+
+
+def test_suffixes_tell_how_sure_the_counts_are() -> None:
+    """Bug guarded: the share of a draft that was cut includes the token at which it was cut."""
+    found = _look_up(SuffixSource(), [5, 1, 2, 7, 5, 1, 2, 8, 5, 1])
+    assert found is not None
+    assert (found.tokens, found.match) == ((2, 8), 2)
+    assert found.share == pytest.approx(0.5**0.5)
+    assert _look_up(SuffixSource(), [1, 2, 3]) == TextDraft()
+
+
+def test_a_text_that_is_not_known_is_read_again() -> None:
+    """Bug guarded: a source that has forgotten a sequence leaves it without drafts for good."""
+    source = NgramSource()
+    lane = driver(None, FixedDepth(4), text=source)
+    lane.add(request("r", [1, 2, 3, 4, 5] * 3, 60))
+    for _ in range(3):
+        lane.step()
+    source.release(("r",))
+    drafted = [lane.step().report.num_drafted for _ in range(3)]
+    assert drafted[0] == 0 < drafted[1]

@@ -6,13 +6,12 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from engine.config import MAX_FAN_OUT, MIN_SHARED_TOKENS, OutriderConfig
 
 NAMES: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
-SIGNS = ((annotated_types.Ge, "ge", "≥"), (annotated_types.Gt, "gt", ">"), (annotated_types.Le, "le", "≤"))
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 INTRODUCTION = """\
 # Configuration
 
@@ -77,7 +76,7 @@ def type_name(annotation: Any) -> str:
 
 def limits(field: FieldInfo) -> str:
     """The bounds of a number; empty where there are none."""
-    bounds = [(sign, getattr(mark, name)) for kind, name, sign in SIGNS for mark in field.metadata if isinstance(mark, kind)]
+    bounds = [(sign, getattr(mark, name)) for name, sign in SIGNS.items() for mark in field.metadata if hasattr(mark, name)]
     return ", ".join(f"{sign} {bound}" for sign, bound in bounds)
 
 

@@ -125,7 +125,7 @@ def with_source(config: OutriderConfig, source: str) -> OutriderConfig:
     shared = config.draft.suffix_shared_tokens if source == "suffix" else 0
     tree["draft"] = {**tree["draft"], "source": source, "model": model, "suffix_shared_tokens": shared}
     if source != config.draft.source:
-        tree["draft"] |= {"skip_layers": None, "window_tokens": None, "sink_tokens": None}
+        tree["draft"] |= {"dtype": "auto", "skip_layers": None, "window_tokens": None, "sink_tokens": None}
     return parse_config(tree)
 
 
@@ -150,6 +150,16 @@ def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
     if target.heads is not None:
         sources["heads"] = target.heads
     return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}
+
+
+def check_context(engine: LocalEngine, size: Size) -> None:
+    """Raise `ConfigError` where the longest prompt and its answer have no room."""
+    longest = LONGEST_PROMPT + size.num_tokens
+    if engine.info.max_context < longest:
+        raise ConfigError(
+            f"the benchmark needs a context of {longest} tokens, {engine.info.name} holds {engine.info.max_context}: raise "
+            "target.max_context or choose another model"
+        )
 
 
 def single_tasks(engine: LocalEngine, size: Size) -> list[Task]:
@@ -201,12 +211,7 @@ class Bench:
         self.size = size
         self.engines = build_engines(config)
         self.plain = self.engines["none"]
-        longest = LONGEST_PROMPT + size.num_tokens
-        if self.plain.info.max_context < longest:
-            raise ConfigError(
-                f"the benchmark needs a context of {longest} tokens, {self.plain.info.name} holds "
-                f"{self.plain.info.max_context}: raise target.max_context or choose another model"
-            )
+        check_context(self.plain, size)
         peer = Peer(config)
         self.singles = list(self._single_arms(peer))
         self.batches = {batch: list(self._batch_arms(peer, batch)) for batch in batches}

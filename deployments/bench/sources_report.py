@@ -134,6 +134,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines = [_line(HEADER), _line(["---"] * len(HEADER)), *(_line(columns(row)) for row in rows)]
         rule = "greedy" if temperature == 0 else result["rule"]
         parts.append(f"Temperature {temperature:g} (`{rule}`):\n\n" + "\n".join(lines))
+    if result["is_interrupted"]:
+        parts.append("The run was interrupted: what is missing was not measured.")
     parts += [f"Not measured: `{name}` ({reason})." for name, reason in result["refused"].items()]
     return "\n\n".join([*parts, NOTE])
 

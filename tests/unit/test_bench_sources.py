@@ -125,7 +125,7 @@ def test_configurations_without_drafts_are_refused(tree: dict[str, Any], told: s
 
 def test_tables_by_temperature() -> None:
     """Bug guarded: rows of one temperature under the heading of another, cells in another order than their headings, quartiles
-    of a single prompt, a source that was refused without a word."""
+    of a single prompt, a source that was refused or a run that was cut off without a word."""
     rows = (row("ngram", 0.0, alpha=None, num_tested=0, c=None), row("self-int8", 1.0))
     text = markdown(result(*rows, refused={"self-fp8": "needs a GPU"}))
     greedy, sampled = text.split("Temperature 1 (`coupled`):")
@@ -135,6 +135,8 @@ def test_tables_by_temperature() -> None:
     assert f"{heading}| self-int8 | 0.50 | code | 88% (40) | 3.25 | 1.40 | 1.20 (1.10–1.30) | 1.50 |" in sampled
     assert "Not measured: `self-fp8` (needs a GPU)." in text
     assert "only α and tokens per forward are to be trusted" in text
+    assert "interrupted" not in text
+    assert "interrupted: what is missing" in markdown(result(*rows, is_interrupted=True))
     assert text.startswith("`outrider bench sources` on 2026-01-02: tiny in float32, 2 cores; one request")
 
 

@@ -179,13 +179,14 @@ def machine(device: str) -> str:
 
 
 def figures(turns: Turns) -> Iterator[dict[str, Any]]:
-    """One row per source and kind of prompt that was answered, and one over all kinds."""
+    """One row per source and kind of prompt that was answered, and one over all kinds where all were."""
     answered = {task.kind for task, _ in turns.plain.runs}
     kinds = [kind for kind in PROMPTS if kind in answered]
+    rows = [*kinds, ALL_KINDS] if len(kinds) == len(PROMPTS) else kinds
     target = target_times(turns.arms)
     for own in turns.sources if kinds else ():
         cost = RoundCost.measured(target, draft_times(own.fixed))
-        for kind in [*kinds, ALL_KINDS]:
+        for kind in rows:
             yield {"source": own.source, "temperature": turns.temperature, **_row(own, turns.plain, kind, cost)}
 
 

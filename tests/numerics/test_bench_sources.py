@@ -182,8 +182,8 @@ def test_sources_that_took_no_time_are_free_and_rare_sizes_do_not_count() -> Non
 
 
 def test_interrupted_runs_report_whole_prompts_only() -> None:
-    """Bug guarded: an arm that answered one prompt more than the others; a mean over some kinds that passes for one over all; an
-    interrupt that loses ten minutes of measuring."""
+    """Bug guarded: an arm that answered one prompt more than the others; a mean over some kinds that passes for one
+    over all; an interrupt that loses ten minutes of measuring."""
     turns = Turns(0.0, played("plain"), [Drafted("ngram", played("ngram K=4"), played("ngram by load"))])
     answers = iter([*[Run(8, 1.0)] * 3, *[Run(8, 1.0)] * 4])  # the warm-up, one whole prompt, one answer
 

@@ -102,8 +102,30 @@ def _parser() -> argparse.ArgumentParser:
     acceptance.add_argument("--quick", action="store_true", help="fewer prompts, contexts and seeds")
     acceptance.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
     acceptance.set_defaults(run=_bench_acceptance)
+    _add_bench_sources(bench)
     _add_bench_load(bench)
     return parser
+
+
+def _add_bench_sources(bench: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    sources = bench.add_parser(
+        "sources",
+        help="what each source of drafts is worth: acceptance, cost and speed-up by kind of prompt and temperature",
+        description="Every source that the target can have, at a fixed depth of 4 and with the depth that follows the load, "
+        "and no speculation, in turns on prompts of every kind. Interrupted, it reports what is complete.",
+    )
+    _add_config_options(sources)
+    sources.add_argument(
+        "--sources", metavar="LIST", help="such as self-int8,suffix; default: all, model and heads only where configured"
+    )
+    sources.add_argument("--temperatures", default="0,1", metavar="LIST", help="default: 0,1")
+    sources.add_argument("--tokens", type=int, metavar="N", help="per answer; default: 128, with --quick 32")
+    sources.add_argument("--quick", action="store_true", help="one prompt of each kind, and shorter answers")
+    sources.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
+    sources.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the tables there, between the markers of an existing document"
+    )
+    sources.set_defaults(run=_bench_sources)
 
 
 def _add_bench_load(bench: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -429,6 +451,15 @@ def _bench_acceptance(parsed: argparse.Namespace) -> int:
     from deployments.bench.acceptance import run_bench_acceptance
 
     return run_bench_acceptance(read_config(parsed.config, parsed.settings), quick=parsed.quick, as_json=parsed.json)
+
+
+def _bench_sources(parsed: argparse.Namespace) -> int:
+    use_patient_threads()  # the module below imports torch
+    from deployments.bench.sources import run_bench_sources
+    from deployments.bench.sources_report import SourcesOptions
+
+    options = SourcesOptions(**{option.name: getattr(parsed, option.name) for option in fields(SourcesOptions)})
+    return run_bench_sources(read_config(parsed.config, parsed.settings), options, as_json=parsed.json)
 
 
 def _bench_load(parsed: argparse.Namespace) -> int:

@@ -11,14 +11,14 @@ from engine.build import LocalEngine
 from engine.config import OutriderConfig
 from engine.round import RoundResult
 from engine.scheduler import DepthPolicy, Scheduler
-from engine.types import GenerateRequest, ProposeRequest, SamplingParams, StepReport, VerifyRequest
+from engine.types import GenerateRequest, ProposeRequest, SamplingParams, SamplingRule, StepReport, VerifyRequest
 
 Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts that are answered together with ``num_tokens`` tokens each, greedily and past any end of text."""
+    """Prompts that are answered together with ``num_tokens`` tokens each, past any end of text."""
 
     kind: str
     prompts: tuple[Text, ...]
@@ -41,6 +41,10 @@ class Run:
     """One per prompt; empty where the arm does not tell token ids."""
     decode_s: tuple[float, ...] = ()
     """Times of the rounds in which nobody prefilled."""
+    verify_s: tuple[tuple[int, float], ...] = ()
+    """Of these rounds, the target's step: (tokens, seconds)."""
+    draft_step_s: tuple[float, ...] = ()
+    """Of those among them that had a draft, the source's time over the draft's length."""
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
@@ -102,12 +106,20 @@ def warm_up(arms: Sequence[Arm], task: Task, on_turn: Callable[[Arm, Task], None
         arm.play(task)
 
 
-def engine_arm(name: str, batch: int, engine: LocalEngine, policy: DepthPolicy | None = None) -> Arm:
+def engine_arm(
+    name: str,
+    batch: int,
+    engine: LocalEngine,
+    policy: DepthPolicy | None = None,
+    *,
+    temperature: float = 0.0,
+    rule: SamplingRule = "coupled",
+) -> Arm:
     """The engine in this process. One policy for the whole arm: what it learns of the acceptance stays, as in a server."""
     driver = engine.driver(policy)
 
     def answer(task: Task) -> Run:
-        params = SamplingParams(temperature=0.0, max_tokens=task.num_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, rule=rule, max_tokens=task.num_tokens, ignore_eos=True)
         prefix = f"bench-{time.monotonic_ns()}"
         ids = [f"{prefix}-{index}" for index in range(task.batch)]
         results: list[RoundResult] = []
@@ -152,6 +164,9 @@ def _run_of(ids: list[str], results: list[RoundResult], seconds: list[float], el
     run.texts = tuple(texts[request_id] for request_id in ids)
     run.num_tokens = sum(map(len, run.texts))
     run.decode_s = tuple(s for s, r in zip(seconds, results, strict=True) if r.report.num_prefill_tokens == 0)
+    decoding = [r.report for r in results if r.report.num_prefill_tokens == 0]
+    run.verify_s = tuple((report.num_target_tokens, report.verify_time_s) for report in decoding)
+    run.draft_step_s = tuple(report.draft_time_s / max(report.depths) for report in decoding if any(report.depths))
     return run
 
 

@@ -161,6 +161,16 @@ def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
     return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}
 
 
+def check_context(engine: LocalEngine, size: Size) -> None:
+    """Raise `ConfigError` where the longest prompt and its answer have no room."""
+    longest = LONGEST_PROMPT + size.num_tokens
+    if engine.info.max_context < longest:
+        raise ConfigError(
+            f"the benchmark needs a context of {longest} tokens, {engine.info.name} holds {engine.info.max_context}: raise "
+            "target.max_context or choose another model"
+        )
+
+
 def single_tasks(engine: LocalEngine, size: Size) -> list[Task]:
     """One stream: prompts of all kinds, in the chat template where there is one."""
     chat = engine.tokenizer.chat_template is not None
@@ -210,12 +220,7 @@ class Bench:
         self.size = size
         self.engines = build_engines(config)
         self.plain = self.engines["none"]
-        longest = LONGEST_PROMPT + size.num_tokens
-        if self.plain.info.max_context < longest:
-            raise ConfigError(
-                f"the benchmark needs a context of {longest} tokens, {self.plain.info.name} holds "
-                f"{self.plain.info.max_context}: raise target.max_context or choose another model"
-            )
+        check_context(self.plain, size)
         peer = Peer(config)
         self.singles = list(self._single_arms(peer))
         self.batches = {batch: list(self._batch_arms(peer, batch)) for batch in batches}

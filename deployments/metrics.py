@@ -41,7 +41,7 @@ COUNTERS = {
 }
 """Of a lane."""
 SOURCE_COUNTERS = {
-    "drafted_tokens": "Draft tokens that the target verified, by source of drafts.",
+    "drafted_tokens": "Draft tokens that the target verified, of all sources together; source: the one that rounds ask.",
     "accepted_tokens": "Draft tokens that were committed; acceptance rate = accepted_tokens / drafted_tokens.",
     "draft_seconds": "Time of draft forwards for the drafts of each round, as the draft measured it; 0 for rounds at depth 0.",
     "draft_hidden_seconds": "Draft time behind a verify: max(0, draft_seconds - draft_exposed_seconds), round by round; "

@@ -106,7 +106,7 @@ def _speculation() -> tuple[Panel, ...]:
             "Kept of what was drafted",
             "By source of drafts.",
             "percentunit",
-            ((SCOPE.ratio("accepted_tokens_total", "drafted_tokens_total", "source"), "{{source}}"),),
+            ((SCOPE.ratio("source_accepted_tokens_total", "source_drafted_tokens_total", "source"), "{{source}}"),),
         ),
         Panel(
             "Kept by position",

@@ -121,6 +121,7 @@ def test_every_metric_of_importance_is_looked_at() -> None:
     base = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     unseen = {name for name in exported - asked if re.sub(r"_(bucket|sum|count)$", "", name) not in base}
     assert unseen == {
+        "outrider_accepted_tokens_total",
         "outrider_arrival_rate_per_second",
         "outrider_break_even_batch",
         "outrider_draft_asked_total",
@@ -129,6 +130,7 @@ def test_every_metric_of_importance_is_looked_at() -> None:
         "outrider_draft_lanes",
         "outrider_draft_seconds_total",
         "outrider_draft_sequences",
+        "outrider_drafted_tokens_total",
         "outrider_lane_info",
         "outrider_lanes",
         "outrider_mean_depth",
@@ -137,6 +139,8 @@ def test_every_metric_of_importance_is_looked_at() -> None:
         "outrider_prepared_seconds_total",
         "outrider_requests_on_draft",
         "outrider_requests_total",
+        "outrider_source_drafts_total",
+        "outrider_source_seconds_total",
         "outrider_round_seconds_total",
         "outrider_rounds_total",
         "outrider_stream_received_bytes_total",

@@ -706,10 +706,10 @@ async def test_a_stream_that_keeps_talking_outlives_the_timeout():
 
     async def say(request):
         for delta in rounds(request, [*b"abcdef", EOS], 1):
-            await asyncio.sleep(0.08)
+            await asyncio.sleep(0.2)
             yield delta
 
-    async with connect(FakeLanes(say), request_timeout_s=0.3) as client:
+    async with connect(FakeLanes(say), request_timeout_s=1.0) as client:
         assert (await stream(client, "/v1/completions"))[-1] == "[DONE]"
         assert (await client.post("/v1/completions", json=completion())).status_code == 408
 

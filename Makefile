@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/outrider fetch smollm2
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit -n auto
 	$(BIN)/python -m pytest tests/k8s
 	$(BIN)/python -m pytest tests/gpu || test $$? -eq 5
 	$(BIN)/python -m pytest tests/numerics -n auto
@@ -30,7 +30,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit -n auto
 
 numerics: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/numerics -n auto

@@ -281,7 +281,9 @@ def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     distill.add_argument("--seed", type=int, help="of prompts, sampling, and order; default: 0")
     distill.add_argument("--device", default="auto", help="as target.device")
     distill.add_argument("--resume", action="store_true", help="go on with the run in the folder; its options hold")
-    distill.add_argument("--quick", action="store_true", help="a run to see that it works, far too short for a draft that is worth anything")
+    distill.add_argument(
+        "--quick", action="store_true", help="a run to see that it works, far too short for a draft that is worth anything"
+    )
     distill.add_argument("--json", action="store_true", help="end with one line holding one JSON object")
     distill.set_defaults(run=_distill)
 

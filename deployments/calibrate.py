@@ -19,17 +19,16 @@ from rich.table import Table
 
 from autoscale.cost_model import RoundCost
 from autoscale.price import best_depth, throughput
-from deployments.bench.acceptance import DEPTH, Context, Rounds
+from deployments.bench.acceptance import DEPTH, Context, Rounds, encoded_prompts, said_after
 from deployments.bench.prompts import PROMPTS
 from engine.build import LocalEngine, build_draft_model, build_target, preflight
 from engine.config import OutriderConfig, parse_config
-from engine.errors import ConfigError, ModelError, OutriderError
+from engine.errors import ConfigError, ModelError
 from engine.models import load_model
 from engine.propose.base import DraftSource
 from engine.propose.layer_skip import calibration_ids, rank_layers
-from engine.scheduler import FixedDepth
 from engine.testing.profiles import is_emulated
-from engine.types import GenerateRequest, ProposeItem, ProposeRequest, SamplingParams, VerifyItem, VerifyRequest
+from engine.types import ProposeItem, ProposeRequest, VerifyItem, VerifyRequest
 from engine.verify.target import Target
 
 console = Console(stderr=True)
@@ -215,30 +214,11 @@ def _with_draft(config: OutriderConfig, draft: DraftSection) -> OutriderConfig:
 
 def _contexts(engine: LocalEngine, temperature: float, context_tokens: int | None, *, quick: bool) -> list[Context]:
     """Prompts of all kinds with what the target says to them, cut at several places; behind other texts where they are long."""
-    has_template = engine.tokenizer.chat_template is not None
     cuts = (2, 9, 16, 23) if quick else (2, 7, 12, 17, 22, 27, 32, 37)
-    num_prompts = 2 if not quick and context_tokens is None else 1
-    params = SamplingParams(temperature=temperature, max_tokens=max(cuts), ignore_eos=True, seed=17)
-    prompts = {
-        f"{kind} {i}": engine.encode(text, chat=has_template)
-        for kind, texts in PROMPTS.items()
-        for i, text in enumerate(texts[:num_prompts])
-    }
+    prompts = encoded_prompts(engine, 2 if not quick and context_tokens is None else 1)
     if context_tokens is not None:
         prompts = {name: _lengthened(engine, ids, context_tokens) for name, ids in list(prompts.items())[: 2 if quick else 5]}
-    requests = [GenerateRequest(request_id=name, prompt_ids=tuple(ids), params=params) for name, ids in prompts.items()]
-    texts: dict[str, tuple[int, ...]] = {}
-    for delta in engine.generate(requests, FixedDepth(0)):
-        if delta.error is not None:
-            raise OutriderError(delta.error)
-        texts[delta.request_id] = texts.get(delta.request_id, ()) + delta.token_ids
-    return [
-        Context(
-            f"{request.request_id} after {cut}", request.prompt_ids + texts[request.request_id][:cut], len(request.prompt_ids)
-        )
-        for request in requests
-        for cut in cuts
-    ]
+    return said_after(engine, prompts, temperature, cuts)
 
 
 def _lengthened(engine: LocalEngine, prompt: Sequence[int], num_tokens: int) -> list[int]:

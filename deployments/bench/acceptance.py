@@ -7,7 +7,7 @@ is drafted and verified anew for every rule and seed.
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ def _measure(engine: LocalEngine, source: DraftSource, *, quick: bool) -> Iterat
         task = progress.add_task("measuring", total=rounds)
         for temperature in TEMPERATURES:
             progress.update(task, description=f"T={temperature:g}: texts")
-            contexts = _contexts(engine, temperature, cuts, num_prompts=2 if quick else 3)
+            contexts = said_after(engine, encoded_prompts(engine, 2 if quick else 3), temperature, cuts)
             rules, seeds = (SAMPLING_RULES, num_seeds) if temperature > 0 else (("greedy",), 1)
             bench = Rounds(engine.target, source, contexts)
             for rule in rules:
@@ -127,15 +127,22 @@ def _measure(engine: LocalEngine, source: DraftSource, *, quick: bool) -> Iterat
             bench.release()
 
 
-def _contexts(engine: LocalEngine, temperature: float, cuts: Sequence[int], num_prompts: int) -> list[Context]:
-    """Prompts with what the target says to them, cut at several places."""
+def encoded_prompts(engine: LocalEngine, num_prompts: int | None) -> dict[str, list[int]]:
+    """Token ids by name of the first ``num_prompts`` prompts of every kind (None: all), in the chat template if any."""
     has_template = engine.tokenizer.chat_template is not None
-    params = SamplingParams(temperature=temperature, max_tokens=max(cuts), ignore_eos=True, seed=17)
-    requests = [
-        GenerateRequest(request_id=f"{kind} {i}", prompt_ids=tuple(engine.encode(text, chat=has_template)), params=params)
+    return {
+        f"{kind} {i}": engine.encode(text, chat=has_template)
         for kind, texts in PROMPTS.items()
         for i, text in enumerate(texts[:num_prompts])
-    ]
+    }
+
+
+def said_after(
+    engine: LocalEngine, prompts: Mapping[str, Sequence[int]], temperature: float, cuts: Sequence[int]
+) -> list[Context]:
+    """Prompts with what the target says to them, cut at several places. Raises `OutriderError` when it refuses one."""
+    params = SamplingParams(temperature=temperature, max_tokens=max(cuts), ignore_eos=True, seed=17)
+    requests = [GenerateRequest(request_id=name, prompt_ids=tuple(ids), params=params) for name, ids in prompts.items()]
     made: dict[str, Tokens] = {}
     for delta in engine.generate(requests, FixedDepth(DEPTH)):
         if delta.error is not None:

@@ -6,7 +6,7 @@ reported as the median with the quartiles. The prefix cache is off in all of the
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from deployments.bench.report import Measured, print_tables, summary
 from engine.build import LocalEngine, build_draft_model, build_free_source, build_target, draft_is_a_model, preflight
 from engine.config import OutriderConfig, parse_config
 from engine.errors import ConfigError
+from engine.models import LoadedTokenizer
+from engine.propose.base import DraftSource
 from engine.scheduler import FixedDepth
 
 console = Console(stderr=True)
@@ -154,11 +156,22 @@ def build_engines(config: OutriderConfig) -> dict[str, LocalEngine]:
         for name, own in configs.items()
         if name not in ("none", "heads") and own.draft.text == "none"
     }
-    sources[names[-1]] = sources[model]  # one at a time, so one draft model does for both
-    target = build_target(config)  # last, so that its number of threads is the one in use
+    return over_one_target(config, tokenizer, configs, sources)
+
+
+def over_one_target(
+    config: OutriderConfig,
+    tokenizer: LoadedTokenizer,
+    configs: Mapping[str, OutriderConfig],
+    sources: Mapping[str, DraftSource],
+) -> dict[str, LocalEngine]:
+    """Engines by the names of ``configs``. The target is loaded last, so that its number of threads is the one in use; its
+    heads are a source too. They take turns, so one draft model does both with and without a text beside it.
+    """
+    target = build_target(config)
     if target.heads is not None:
-        sources["heads"] = target.heads
-    return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}
+        sources = {**sources, "heads": target.heads}
+    return {name: LocalEngine(target, sources.get(name.partition("+")[0]), tokenizer, own) for name, own in configs.items()}
 
 
 def check_context(engine: LocalEngine, size: Size) -> None:

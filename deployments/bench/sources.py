@@ -20,7 +20,7 @@ from autoscale.cost_model import RoundCost
 from autoscale.signals import StepTimes
 from deployments.bench.acceptance import DEPTH
 from deployments.bench.arms import Arm, Task, engine_arm, take_turns, warm_up
-from deployments.bench.engine import FULL, QUICK, Size, check_context, comparable, single_tasks, with_source
+from deployments.bench.engine import FULL, QUICK, Size, check_context, comparable, over_one_target, single_tasks, with_source
 from deployments.bench.prompts import PROMPTS
 from deployments.bench.report import quartiles, ratios_of_runs
 from deployments.bench.sources_report import (
@@ -31,7 +31,7 @@ from deployments.bench.sources_report import (
     print_sources,
     write_document,
 )
-from engine.build import LocalEngine, build_draft_model, build_free_source, build_target, draft_is_a_model, preflight
+from engine.build import LocalEngine, build_draft_model, build_free_source, draft_is_a_model, preflight
 from engine.config import OutriderConfig
 from engine.errors import ConfigError, ModelError
 from engine.propose.base import DraftSource
@@ -112,10 +112,7 @@ def build_engines(config: OutriderConfig, names: Sequence[str]) -> tuple[dict[st
             configs[name] = own
         except (ConfigError, ModelError) as error:
             refused[name] = str(error)
-    target = build_target(config)  # last, so that its number of threads is the one in use
-    if target.heads is not None:
-        sources["heads"] = target.heads
-    return {name: LocalEngine(target, sources.get(name), tokenizer, own) for name, own in configs.items()}, refused
+    return over_one_target(config, tokenizer, configs, sources), refused
 
 
 def _turns(engines: dict[str, LocalEngine], temperature: float, config: OutriderConfig) -> Turns:

@@ -8,19 +8,14 @@ from typing import Any
 
 from autoscale.cost_model import RoundCost
 from autoscale.price import best_depth, throughput
-from deployments.bench.acceptance import Context, Rounds
-from deployments.bench.prompts import PROMPTS
+from deployments.bench.acceptance import Context, Rounds, encoded_prompts, said_after
 from engine.build import LocalEngine, build_draft_model
 from engine.calibrate import measure_draft, measure_target
 from engine.config import OutriderConfig, parse_config
-from engine.errors import OutriderError
 from engine.propose.base import DraftSource
-from engine.scheduler import FixedDepth
 from engine.types import (
-    GenerateRequest,
     ProposeReply,
     ProposeRequest,
-    SamplingParams,
     VerifyReply,
     VerifyRequest,
 )
@@ -58,7 +53,8 @@ def engine_config(target: str, device: str, draft: dict[str, str]) -> OutriderCo
 
 def measure_candidates(engine: LocalEngine, folder: str, device: str, *, quick: bool) -> Iterator[dict[str, Any]]:
     """A row for each candidate, all on the same contexts: texts of the target, cut at several places."""
-    contexts = {temperature: _contexts(engine, temperature, quick=quick) for temperature in TEMPERATURES}
+    prompts, cuts = encoded_prompts(engine, 1 if quick else None), QUICK_CUTS if quick else CUTS
+    contexts = {temperature: said_after(engine, prompts, temperature, cuts) for temperature in TEMPERATURES}
     for candidate in candidates(folder):
         source = build_draft_model(engine_config(engine.info.name, device, candidate.draft))
         yield _measure(engine, candidate, source, contexts, SEEDS if not quick else QUICK_SEEDS)
@@ -109,27 +105,6 @@ async def _costs(engine: LocalEngine, source: DraftSource) -> tuple[RoundCost, f
     target, draft = await measure_target(verify), await measure_draft(propose)
     cost = RoundCost.measured(target, draft)
     return cost, cost.draft_time(1) / cost.target.time(1)
-
-
-def _contexts(engine: LocalEngine, temperature: float, *, quick: bool) -> list[Context]:
-    cuts = QUICK_CUTS if quick else CUTS
-    has_template = engine.tokenizer.chat_template is not None
-    params = SamplingParams(temperature=temperature, max_tokens=max(cuts), ignore_eos=True, seed=17)
-    requests = [
-        GenerateRequest(request_id=f"{kind} {i}", prompt_ids=tuple(engine.encode(text, chat=has_template)), params=params)
-        for kind, texts in PROMPTS.items()
-        for i, text in enumerate(texts[: 1 if quick else None])
-    ]
-    made: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
-    for delta in engine.generate(requests, FixedDepth(0)):
-        if delta.error is not None:
-            raise OutriderError(f"the target cannot be measured: {delta.error}")
-        made[delta.request_id] += delta.token_ids
-    return [
-        Context(f"{r.request_id} after {cut} at {temperature:g}", r.prompt_ids + made[r.request_id][:cut], len(r.prompt_ids))
-        for r in requests
-        for cut in cuts
-    ]
 
 
 def _finite(value: float) -> float | None:

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from deployments.bench import engine as bench
 from deployments.bench import floor, report
 from deployments.bench.arms import Arm, Run, Task, Text, engine_arm, take_turns, warm_up
 from deployments.bench.engine import QUICK, batch_task, comparable, model_source, with_source
@@ -462,3 +464,15 @@ def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["batches"] == ()
     with pytest.raises(SystemExit):
         cli.main(["bench", "engine", "--batches", "8"])
+
+
+def test_heads_are_a_source_with_and_without_a_text_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a target whose drafts come from its own heads cannot be measured, for they are no model to load."""
+    target, tokenizer = SimpleNamespace(heads=object(), info=None), SimpleNamespace(tokenizer=None)
+    monkeypatch.setattr(bench, "preflight", lambda config: tokenizer)
+    monkeypatch.setattr(bench, "build_target", lambda config: target)
+    engines = bench.build_engines(parse_config({"draft": {"source": "heads", "model": "a-head"}}))
+    assert list(engines) == ["none", "ngram", "suffix", "heads", "heads+suffix"]
+    assert engines["heads"].source is engines["heads+suffix"].source is target.heads
+    assert engines["none"].source is None
+    assert engines["ngram"].source_name == "ngram"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_models import write_byte_llama
 
 from deployments.bench import engine, sources
 from deployments.bench.arms import Arm, Run, Task
@@ -31,25 +30,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=258,
+    return write_byte_llama(
+        tmp_path_factory.mktemp("tiny"),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
-        eos_token_id=257,
-        initializer_range=0.2,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate([*alphabet, "<unk>", "</s>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
-    return path
 
 
 def run(folder: Path, *arguments: str) -> int:

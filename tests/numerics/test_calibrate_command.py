@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_models import write_byte_llama
 
 from deployments import calibrate
 from deployments.calibrate import Setting
@@ -27,25 +26,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of four layers whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=258,
+    return write_byte_llama(
+        tmp_path_factory.mktemp("tiny"),
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        eos_token_id=257,
-        initializer_range=0.2,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate([*alphabet, "<unk>", "</s>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
-    return path
 
 
 def run(folder: Path, *arguments: str) -> int:

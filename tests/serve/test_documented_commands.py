@@ -21,8 +21,11 @@ START_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`outrider serve` in a process of its own: (address, process)."""
+def served(serve_cluster: None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`outrider serve` in a process of its own: (address, process).
+
+    Beside the cluster of this process, whose HAProxy it once fought for ports that it had inherited with the environment.
+    """
     port = free_port()
     command = [sys.executable, "-m", "deployments.cli", "serve", "--set", f"api.port={port}"]
     process = subprocess.Popen(

@@ -3,9 +3,12 @@
 import sys
 import time
 
+import msgspec
+
 from engine.build import LocalEngine, build_local_engine
 from engine.config import OutriderConfig
 from engine.errors import InvalidRequest, OutriderError
+from engine.request import check_params
 from engine.text import TextStream
 from engine.types import Delta, GenerateRequest, SamplingParams
 
@@ -14,18 +17,16 @@ def generate_text(
     config: OutriderConfig, prompt: str, *, raw: bool, max_tokens: int, temperature: float, top_p: float, seed: int
 ) -> int:
     """Print the answer as it is made; figures go to stderr. Returns the exit code."""
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, seed=seed % (1 << 64), max_tokens=max_tokens, rule=config.speculation.rule
+    )
+    check_params(params)  # before a model is loaded, which takes minutes for large ones
     engine = build_local_engine(config)
     prompt_ids = engine.encode(prompt, chat=not raw)
     room = engine.info.max_context - len(prompt_ids)
     if room < 1:
         raise InvalidRequest(f"the prompt has {len(prompt_ids)} tokens; this model's context holds {engine.info.max_context}")
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed % (1 << 64),
-        max_tokens=min(max_tokens, room),
-        rule=config.speculation.rule,
-    )
+    params = msgspec.structs.replace(params, max_tokens=min(max_tokens, room))
     request = GenerateRequest(request_id="generate", prompt_ids=tuple(prompt_ids), params=params)
     started_s = time.perf_counter()
     last = _print_stream(engine, request)

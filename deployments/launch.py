@@ -24,6 +24,13 @@ from engine.errors import ConfigError, OutriderError
 START_TIMEOUT_S = 1800.0
 """Large models load for many minutes; a failure ends the wait at once."""
 APP_NAME = "outrider"
+PORTS_OF_A_CLUSTER = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+"""Fixed by default. They are for this machine only; users reach `api.port`."""
 GO_ON = """
 Go on with:
   .venv/bin/outrider serve                             serve until Ctrl-C, OpenAI API on port 8000
@@ -67,6 +74,7 @@ def run_demo(config: OutriderConfig, prompt: str) -> int:
 @contextlib.contextmanager
 def running(config: OutriderConfig, address: str | None) -> Iterator[None]:
     """A running application; ends it, and the cluster if it was started here."""
+    _check_port_is_free(config.api.host, config.api.port)  # before the seconds that reading a model's files takes
     preflight(config)
     with cluster(config, address):
         with console.status("loading models") as status:
@@ -82,7 +90,8 @@ def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None
     """
     _check_port_is_free(config.api.host, config.api.port)
     own = address is None
-    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+    # In /tmp, whatever TMPDIR says: the path of a socket may have about a hundred bytes, and Serve adds a folder of 56.
+    with tempfile.TemporaryDirectory(prefix="outrider-", dir="/tmp") as folder:
         with _cluster_environment(folder) if own else contextlib.nullcontext():
             import ray
             from ray import serve
@@ -124,8 +133,9 @@ def _exit_terminated(number: int, frame: object) -> None:
 def _cluster_environment(folder: str) -> Iterator[None]:
     """What must be set before Ray starts; its processes inherit it. Values that the user has set stay.
 
-    HAProxy's files and ports are this cluster's alone: left in the environment, they would go to the next cluster that this
-    process or a child of it starts, and two HAProxies would fight for one port.
+    HAProxy's files and the ports are this cluster's alone. By default two clusters on one machine have the same ones, and their
+    fallback proxies share a port: HAProxy hands requests to the other cluster's application once its own is slow to answer.
+    Left in the environment, they would go to the next cluster that this process or a child of it starts.
     """
     shared = {
         "RAY_AUTH_MODE": "token",
@@ -134,15 +144,13 @@ def _cluster_environment(folder: str) -> Iterator[None]:
         "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    stats_port, metrics_port = _free_ports(2)
     own = {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy-state",
-        # HAProxy's own pages have fixed ports by default, which two clusters on one machine would fight for.
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
+        **{name: str(port) for name, port in zip(PORTS_OF_A_CLUSTER, _free_ports(len(PORTS_OF_A_CLUSTER)), strict=True)},
     }
     for name, value in shared.items():
         os.environ.setdefault(name, value)
@@ -169,7 +177,7 @@ def _free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise StartError("no free port between 20000 and 32767 for HAProxy's own pages")
+    raise StartError("no free port between 20000 and 32767 for Serve's own use")
 
 
 def _check_port_is_free(host: str, port: int) -> None:

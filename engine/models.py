@@ -24,7 +24,7 @@ from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # re-exported without saying so
-from transformers import modeling_gguf_pytorch_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import DEFAULT_MODEL, cache_folder
 from engine.errors import ConfigError, ModelError, OutriderError
@@ -333,12 +333,13 @@ def _check_architecture(config: Any) -> None:
     architectures = config.architectures or [config.model_type]
     if config.is_encoder_decoder:
         raise ModelError(f"{architectures[0]} is an encoder-decoder; only causal language models (decoders) can be served")
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
+    # By name: to import the class takes seconds of each process, and only those with weights need it.
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if classes is None:
         raise ModelError(
             f"{architectures[0]} is not a causal language model that transformers {transformers.__version__} knows"
         )
-    causal = {cls.__name__ for cls in _as_tuple(known[type(config)])}
+    causal = set(_as_tuple(classes))
     if config.architectures and causal.isdisjoint(config.architectures):
         raise ModelError(f"{architectures[0]} does not predict the next token; a model of this family must be {min(causal)}")
 
@@ -427,8 +428,14 @@ def _convert_weights(gguf: Path, dtype: torch.dtype) -> Path:
 
 
 def _convert(gguf: Path, content: str, build: Callable[[Path], None]) -> Path:
+    def quietly(folder: Path) -> None:
+        from transformers import modeling_gguf_pytorch_utils  # half a second, for what is done once
+
+        modeling_gguf_pytorch_utils.tqdm = transformers.utils.logging.tqdm  # it would not obey the switch for bars otherwise
+        build(folder)
+
     try:
-        return _build_once(_converted_folder(gguf, content), build)
+        return _build_once(_converted_folder(gguf, content), quietly)
     except (ValueError, LookupError, NotImplementedError, struct.error) as error:
         raise ModelError(
             f"the GGUF file is damaged, or of a kind that transformers cannot read ({_one_line(error)})"
@@ -474,7 +481,6 @@ def _let_others_read(folder: Path) -> None:
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and nothing below an error, for the time of the block."""
     settings = transformers.utils.logging
-    modeling_gguf_pytorch_utils.tqdm = settings.tqdm  # the one loop that would not obey the switch below
     verbosity, bars = settings.get_verbosity(), settings.is_progress_bar_enabled()
     settings.set_verbosity_error()
     settings.disable_progress_bar()

@@ -207,9 +207,8 @@ _RANGES: dict[str, tuple[_Bounds, str]] = {
 _MOST = {"logit_bias": MAX_BIASED_TOKENS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 
 
-def check_request(request: GenerateRequest, info: ModelInfo) -> None:
-    """Refuse what no model should see; raises `InvalidRequest` naming the field."""
-    params = request.params
+def check_params(params: SamplingParams) -> None:
+    """Refuse what means nothing whatever the model is; raises `InvalidRequest` naming the field."""
     for field, (inside, meaning) in _RANGES.items():
         value = getattr(params, field)
         if value is not None and not inside(value):
@@ -228,6 +227,12 @@ def check_request(request: GenerateRequest, info: ModelInfo) -> None:
         raise InvalidRequest("stop must not hold an empty string: it would end every answer at once", "stop")
     if not all(-100 <= bias <= 100 for bias in params.logit_bias.values()):
         raise InvalidRequest("logit_bias values must be numbers from -100 to 100", "logit_bias")
+
+
+def check_request(request: GenerateRequest, info: ModelInfo) -> None:
+    """Refuse what no model should see; raises `InvalidRequest` naming the field."""
+    params = request.params
+    check_params(params)
     _check_ids("logit_bias", params.logit_bias, info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("prompt", (*request.prompt_ids, *request.output_ids), info.vocab_size)

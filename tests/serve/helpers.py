@@ -1,9 +1,10 @@
 """What several tests of this tier need."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -18,6 +19,20 @@ def wait_until(look: Callable[[], T], good: Callable[[T], bool], timeout_s: floa
         if time.monotonic() > deadline_s:
             raise AssertionError(f"{what}: not within {timeout_s:g} s, last seen {value!r}")
         time.sleep(0.05)
+
+
+def drafted(answer: dict[str, Any]) -> int:
+    """Draft tokens that were verified."""
+    details = answer["usage"]["completion_tokens_details"]
+    count: int = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    return count
+
+
+def write_emulation(file: Path, query: str) -> None:
+    """From now on, emulated models that follow ``file`` are as ``query`` says."""
+    new = file.with_name("new")
+    new.write_text(f"emulated:free?step_ms=5&{query}")
+    os.replace(new, file)
 
 
 def write_random_draft(folder: Path, model: str) -> Path:

@@ -1,12 +1,13 @@
 """`outrider bench load` against a served application: over HTTP alone, and with the arms that switch the lane."""
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import App
+from helpers import write_emulation
 
 from deployments.bench.lane import BenchLane
 from deployments.bench.load import LoadBench, run_bench_load
@@ -16,20 +17,14 @@ from deployments.bench.load_plan import LoadOptions, LoadPlan
 from deployments.bench.load_report import ADAPTIVE, FIXED_DEPTHS, OFF, fixed, summary
 from deployments.bench.rounds import wait_for_draft
 
-EMULATED = "emulated:free?step_ms=5&alpha=1"
-"""Every draft token is accepted, so that the depth can be read off the accepted length."""
 SHORT: dict[str, Any] = {"requests": 3, "repeats": 1, "max_tokens": 40, "quick": True}
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., App]) -> App:
-    # The depth is fixed, so that "adaptive", which is the server as it is configured, speculates from the first request on.
-    app = deploy_app(
-        target={"model": EMULATED, "name": "emulated"},
-        draft={"source": "model", "model": EMULATED},
-        speculation={"depth": 4},
-        controller={"report_interval_s": 0.1},
-    )
+def app(emulated: tuple[App, Path]) -> App:
+    """Every draft token is accepted, so that the depth can be read off the accepted length."""
+    app, file = emulated
+    write_emulation(file, "alpha=1")
     wait_for_draft(BenchLane(app.config))
     return app
 

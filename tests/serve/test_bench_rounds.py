@@ -3,16 +3,14 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import App
-from helpers import wait_until
+from helpers import wait_until, write_emulation
 
 from deployments.bench.lane import BenchLane, Load, pin
 from deployments.bench.rounds import MADE_UP_PROMPT, wait_for_draft
-from engine.testing.profiles import FILE_PREFIX
 
 LOAD = Load(MADE_UP_PROMPT, 60, batch=4)
 SEQUENTIAL = {"depth": 4, "fan_out": 0}
@@ -28,7 +26,7 @@ class Bench:
         self.lane = wait_for_draft(BenchLane(app.config))
 
     def emulate(self, query: str) -> None:
-        write(self.file, query)
+        write_emulation(self.file, query)
 
     def hits_of(self, settings: dict[str, int]) -> int:
         """Prepared drafts that the load used."""
@@ -45,23 +43,9 @@ class Bench:
         return sum(status.hits.values())
 
 
-def write(file: Path, query: str) -> None:
-    new = file.with_name("new")
-    new.write_text(f"emulated:free?step_ms=5&{query}")
-    os.replace(new, file)
-
-
 @pytest.fixture(scope="module")
-def bench(deploy_app: Callable[..., App], tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    file = tmp_path_factory.mktemp("emulation") / "emulation"
-    write(file, "alpha=.8")
-    name = f"{FILE_PREFIX}{file}"
-    app = deploy_app(
-        target={"model": name, "name": "emulated"},
-        draft={"source": "model", "model": name},
-        controller={"report_interval_s": 0.1},
-    )
-    return Bench(app, file)
+def bench(emulated: tuple[App, Path]) -> Bench:
+    return Bench(*emulated)
 
 
 def test_texts_are_equal_whatever_the_rounds_are(bench: Bench) -> None:

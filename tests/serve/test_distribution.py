@@ -2,14 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from conftest import App
 from scipy.stats import chisquare
-from test_lossless import wait_for_draft
 
 from engine.models import load_tokenizer
 from engine.types import SamplingParams, SequenceContext, VerifyItem, VerifyRequest
@@ -23,10 +21,8 @@ FALSE_ALARM = 1e-4
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., App]) -> App:
-    app = deploy_app(speculation={"depth": 2, "max_depth": 2})
-    wait_for_draft(app)
-    return app
+def app(pair: App) -> App:
+    return pair
 
 
 @pytest.fixture(scope="module")

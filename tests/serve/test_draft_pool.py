@@ -1,4 +1,7 @@
-"""Two lanes and two drafts: everybody's drafts come from both, and the death of one is nobody's loss but speed."""
+"""Two lanes and two drafts: everybody's drafts come from both, and the death of one is nobody's loss but speed.
+
+Devices are emulated: deaths among real models are in test_faults.py.
+"""
 
 import json
 import os
@@ -8,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import App
+from conftest import App, wait_for_draft
 from helpers import wait_until
-from test_lossless import wait_for_draft
 
 PROMPTS = tuple(f"{subject} is known for" for subject in ("Paris", "The sea", "A good book", "Winter", "Music", "Chess"))
-LENGTH = 80
+PARAMS: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "seed": 0}
+"""The texts of emulated targets depend on the seed at every temperature."""
+EMULATED = "emulated:free?step_ms=20&c=0.1&alpha=0.8"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,8 @@ def app(deploy_app: Callable[..., App]) -> App:
     app = deploy_app(
         lanes={"min": 2, "max": 2},
         drafts={"min": 2, "max": 2, "num_cpus": 0.1},
-        target={"num_cpus": 0.1},
+        target={"model": EMULATED, "name": "emulated", "num_cpus": 0.1},
+        draft={"source": "model", "model": EMULATED},
         speculation={"depth": 3, "max_depth": 4},
     )
     wait_for_draft(app)
@@ -40,7 +45,7 @@ class Streams:
 
     def text(self, prompt: str) -> str:
         """One answer, chunk by chunk."""
-        body = self._app.body(prompt, stream=True, max_tokens=LENGTH, ignore_eos=True)
+        body = self._app.body(prompt, stream=True, **PARAMS)
         text = ""
         with self._app.client.stream("POST", "/v1/completions", json=body) as response:
             for line in response.iter_lines():
@@ -58,7 +63,7 @@ def plain(app: App) -> dict[str, str]:
     """The texts without any draft."""
 
     def text(prompt: str) -> str:
-        return app.text(prompt, max_tokens=LENGTH, ignore_eos=True, speculation={"max_depth": 0})
+        return app.text(prompt, **PARAMS, speculation={"max_depth": 0})
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return dict(zip(PROMPTS, pool.map(text, PROMPTS), strict=True))

@@ -8,29 +8,26 @@ from typing import Any
 
 import pytest
 from conftest import App
-from helpers import wait_until
-from test_lossless import drafted, wait_for_draft
+from helpers import drafted, wait_until
 
 PROMPT = "Once upon a time, in a small village by the sea, there lived"
 LENGTH = 100
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., App]) -> App:
-    app = deploy_app(speculation={"depth": 3, "max_depth": 4})
-    wait_for_draft(app)
-    return app
+def app(pair: App) -> App:
+    return pair
 
 
 @pytest.fixture(scope="module")
 def plain(app: App) -> dict[str, str]:
     """The undisturbed texts, greedy and sampled."""
-    return {kind: app.text(PROMPT, **params(kind), speculation={"max_depth": 0}) for kind in ("greedy", "sampled")}
+    return {kind: app.text(PROMPT, **{**params(kind), "speculation": {"max_depth": 0}}) for kind in ("greedy", "sampled")}
 
 
 def params(kind: str) -> dict[str, Any]:
     sampled = {"temperature": 0.8, "seed": 7} if kind == "sampled" else {}
-    return {"max_tokens": LENGTH, "ignore_eos": True, **sampled}
+    return {"max_tokens": LENGTH, "ignore_eos": True, "speculation": {"max_depth": 3}, **sampled}
 
 
 def stream_and_kill(app: App, kind: str, process_id: Callable[[], int]) -> str:

@@ -3,11 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from conftest import App
+from conftest import App, Texts
 from helpers import write_untrained_head
-
-PROMPTS = ("The capital of France is", "one two three one two three one two")
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +13,15 @@ def app(deploy_app: Callable[..., App], tmp_path_factory: pytest.TempPathFactory
     return deploy_app(draft={"source": "heads", "model": str(folder)}, speculation={"depth": 4, "max_depth": 4})
 
 
-@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "coupled"])
-def test_heads_draft_and_no_text_changes(app: App, params: dict[str, object]) -> None:
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "coupled"])
+def test_heads_draft_and_no_text_changes(app: App, texts: Texts, is_sampled: bool) -> None:
     """Bug guarded: a lane that waits for a draft pool which nobody started, and drafts that nobody verifies."""
-    for prompt in PROMPTS:
-        plain = app.complete(prompt, speculation={"max_depth": 0}, **params)
+    params = texts.SAMPLED if is_sampled else {}
+    for prompt in texts.PROMPTS[::2]:
+        plain = app.text(prompt, speculation={"max_depth": 0}, **params)
+        texts.check(prompt, plain, is_sampled=is_sampled, by="no draft")
         drafted = app.complete(prompt, **params)
-        assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+        texts.check(prompt, drafted["choices"][0]["text"], is_sampled=is_sampled, by="heads")
         details = drafted["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
     state = app.controller()

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import App
-from helpers import wait_until
-from test_lossless import drafted, wait_for_draft
+from conftest import App, wait_for_draft
+from helpers import drafted, wait_until
 
 MANY = 24
 

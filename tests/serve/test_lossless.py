@@ -1,43 +1,18 @@
 """The promise, on the real default pair through real Ray and HTTP: the draft changes the speed and nothing else."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from conftest import App
-from helpers import wait_until, write_random_draft
+from conftest import App, Texts
+from helpers import drafted
 
-PROMPTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n    ",
-    "one two three one two three one two three one two",
-    "Q: Name three fruits.\nA:",
-)
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+PROMPTS, SAMPLED = Texts.PROMPTS, Texts.SAMPLED
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., App]) -> App:
-    """Default pair with the depth fixed, so that each request's own bound is the depth it gets."""
-    app = deploy_app(speculation={"depth": 8, "max_depth": 8})
-    wait_for_draft(app)
-    return app
-
-
-def wait_for_draft(app: App) -> None:
-    wait_until(
-        app.controller,
-        lambda state: bool(state["lane_details"]) and all(lane["draft_state"] == "ok" for lane in state["lane_details"]),
-        120,
-        "the lane found its draft",
-    )
-
-
-def drafted(result: dict) -> int:
-    details = result["usage"]["completion_tokens_details"]
-    return details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+def app(pair: App) -> App:
+    return pair
 
 
 def test_greedy_text_is_the_same_at_every_depth(app: App) -> None:
@@ -119,23 +94,12 @@ def test_draft_and_target_run_in_different_processes(app: App) -> None:
     assert app.controller()["lane_details"][0]["target_pid"] == own["target"]
 
 
-def test_seeded_sampling_does_not_depend_on_draft_or_depth(app: App, deploy_app: Callable[..., App], tmp_path: Path) -> None:
-    """Guards the coupled rule: target, prompt and seed alone decide, however deep whoever drafts. Replaces the application."""
-    texts = {prompt: app.text(prompt, **SAMPLED, speculation={"max_depth": 0}) for prompt in PROMPTS}
-    assert app.text(PROMPTS[0], **{**SAMPLED, "seed": 99}) != texts[PROMPTS[0]], "the seed has no effect"
-    for depth in (1, 4):
-        for prompt in PROMPTS:
-            assert app.text(prompt, **SAMPLED, speculation={"max_depth": depth}) == texts[prompt], f"self-int8, K={depth}"
-
-    draft = write_random_draft(tmp_path / "random-draft", app.config.target.model)
-    random = deploy_app(draft={"source": "model", "model": str(draft)}, speculation={"depth": 8, "max_depth": 8})
-    wait_for_draft(random)
-    for depth in (1, 8):
-        for prompt in PROMPTS[:2]:
-            result = random.complete(prompt, **SAMPLED, speculation={"max_depth": depth})
-            assert result["choices"][0]["text"] == texts[prompt], f"random draft, K={depth}"
-            assert drafted(result) > 0
-
-    none = deploy_app(draft={"source": "none"})
+def test_seeded_sampling_does_not_depend_on_draft_or_depth(app: App, texts: Texts) -> None:
+    """Guards the coupled rule: target, prompt and seed alone decide, however deep whoever drafts, in whichever application."""
+    plain = {prompt: app.text(prompt, **SAMPLED, speculation={"max_depth": 0}) for prompt in PROMPTS}
+    assert app.text(PROMPTS[0], **{**SAMPLED, "seed": 99}) != plain[PROMPTS[0]], "the seed has no effect"
     for prompt in PROMPTS:
-        assert none.text(prompt, **SAMPLED) == texts[prompt], "no draft"
+        texts.check(prompt, plain[prompt], is_sampled=True, by="no draft")
+        for depth in (1, 4):
+            text = app.text(prompt, **SAMPLED, speculation={"max_depth": depth})
+            texts.check(prompt, text, is_sampled=True, by=f"self-int8, K={depth}")

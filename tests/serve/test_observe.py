@@ -1,7 +1,6 @@
 """`outrider top`, `outrider doctor` and the logs, on a real application."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ PROMPT = "Zanzibar one two three one two three"
 
 
 @pytest.fixture(scope="module")
-def app(deploy_app: Callable[..., Any]) -> Any:
-    return deploy_app(speculation={"depth": 3}, logging={"format": "json", "level": "DEBUG"})
+def app(pair: Any) -> Any:
+    return pair
 
 
 def log_lines(name: str) -> list[dict[str, Any]]:
@@ -69,7 +68,7 @@ def test_top_prints_a_frame(app: Any, capsys: pytest.CaptureFixture[str]) -> Non
     app.complete(PROMPT)
     assert main(["top", "--once", "--url", app.url]) == 0
     shown = capsys.readouterr().out
-    for words in ("ready", "depth 3: fixed by speculation.depth", "self-int8", "cpu", "tokens per draft"):
+    for words in ("ready", "depth 8: fixed by speculation.depth", "self-int8", "cpu", "tokens per draft"):
         assert words in shown
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import yaml
-from helpers import wait_until
+from conftest import App, Texts
+from helpers import drafted, wait_until, write_random_draft
 
 K8S = Path(__file__).resolve().parents[2] / "k8s"
 GOOD, OTHER = "sk-" + "a" * 40, "sk-" + "b" * 40
@@ -47,25 +48,31 @@ def test_the_demo_of_the_manifests_answers(serve_cluster: None, port: int) -> No
     assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-def test_keys_and_the_streams_secret_come_from_files(deploy_app: Callable[..., Any], tmp_path: Path) -> None:
-    """Bug guarded: a secret that one of the processes does not read (no lane, target or draft is reached); keys read once."""
+def test_keys_and_the_streams_secret_come_from_files(deploy_app: Callable[..., App], texts: Texts, tmp_path: Path) -> None:
+    """Bug guarded: a secret that one of the processes does not read (no lane, target or draft is reached); keys read once.
+
+    The draft is a sibling that knows nothing, and may not change a text either.
+    """
     keys = tmp_path / "keys"
     keys.write_text(GOOD)
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef0123456789abcdef\n")
-    app = deploy_app(streams={"secret_file": str(secret)}, api={"keys_file": str(keys)}, speculation={"depth": 2})
+    app = deploy_app(
+        draft={"source": "model", "model": str(write_random_draft(tmp_path / "random", "smollm2"))},
+        streams={"secret_file": str(secret)},
+        api={"keys_file": str(keys)},
+        speculation={"depth": 2},
+    )
 
-    def answer(key: str) -> httpx.Response:
+    def answer(key: str, prompt: str = "One two three", **params: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
-        response: httpx.Response = app.client.post("/v1/completions", json=app.body("One two three"), headers=headers)
-        return response
+        return app.client.post("/v1/completions", json=app.body(prompt, **params), headers=headers)
 
-    def num_drafted() -> int:
-        details = answer(GOOD).json()["usage"]["completion_tokens_details"]
-        num: int = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
-        return num
-
-    wait_until(num_drafted, lambda num: num > 0, 60, "the draft is reached")
+    wait_until(lambda: drafted(answer(GOOD).json()), lambda num: num > 0, 60, "the draft is reached")
+    for prompt in texts.PROMPTS[:2]:
+        result = answer(GOOD, prompt, **texts.SAMPLED).json()
+        assert drafted(result) > 0
+        texts.check(prompt, result["choices"][0]["text"], is_sampled=True, by="random draft")
     refused = answer(OTHER)
     assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
     assert refused.json()["error"]["code"] == "invalid_api_key"

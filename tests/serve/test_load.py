@@ -10,6 +10,8 @@ from conftest import App, wait_for_draft
 from helpers import drafted, wait_until
 
 MANY = 24
+PATIENCE_S = 150.0
+"""Whoever regretted drafts waits a minute, and on a busy machine the first ones may be regretted."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def test_depth_falls_to_zero_with_concurrency_and_comes_back(app: App) -> None:
     def depth_of_a_single_request() -> int:
         return drafted(app.complete("one two one two one two one two", max_tokens=32, ignore_eos=True))
 
-    wait_until(depth_of_a_single_request, lambda count: count > 0, 60, "drafts when idle")
+    wait_until(depth_of_a_single_request, lambda count: count > 0, PATIENCE_S, "drafts when idle")
     stop = threading.Event()
 
     def load() -> None:
@@ -51,7 +53,7 @@ def test_depth_falls_to_zero_with_concurrency_and_comes_back(app: App) -> None:
         for thread in threads:
             thread.join()
 
-    wait_until(depth_of_a_single_request, lambda count: count > 0, 60, "drafts after the load")
+    wait_until(depth_of_a_single_request, lambda count: count > 0, PATIENCE_S, "drafts after the load")
 
 
 def test_metrics_say_what_happened(app: App) -> None:

@@ -19,7 +19,7 @@ PROMPT = list(range(1000, 1016))
 LENGTH = 40
 LONG, NUM_LONG = 400, 4
 PLAIN: dict[str, Any] = {"speculation": {"max_depth": 0}}
-DEADLINE_S = 60
+DEADLINE_S = 150
 
 
 class Traffic:

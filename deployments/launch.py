@@ -124,8 +124,8 @@ def _exit_terminated(number: int, frame: object) -> None:
 def _cluster_environment(folder: str) -> Iterator[None]:
     """What must be set before Ray starts; its processes inherit it. Values that the user has set stay.
 
-    HAProxy's files and ports are this cluster's alone: left in the environment, they would go to the next cluster that this
-    process or a child of it starts, and two HAProxies would fight for one port.
+    HAProxy's files and ports, and those of the proxy behind it, are this cluster's alone: left in the environment, they would
+    go to the next cluster that this process or a child of it starts, and two HAProxies would fight for one port.
     """
     shared = {
         "RAY_AUTH_MODE": "token",
@@ -134,7 +134,7 @@ def _cluster_environment(folder: str) -> Iterator[None]:
         "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    stats_port, metrics_port = _free_ports(2)
+    stats_port, metrics_port, fallback_http_port, fallback_grpc_port = _free_ports(4)
     own = {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
@@ -143,6 +143,10 @@ def _cluster_environment(folder: str) -> Iterator[None]:
         # HAProxy's own pages have fixed ports by default, which two clusters on one machine would fight for.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        # Where HAProxy turns while no Api answers. Proxies may share a port: by the default ones, requests for one cluster
+        # would be answered by another on this machine.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
     }
     for name, value in shared.items():
         os.environ.setdefault(name, value)
@@ -169,7 +173,7 @@ def _free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise StartError("no free port between 20000 and 32767 for HAProxy's own pages")
+    raise StartError("no free port between 20000 and 32767 for HAProxy's own pages and the proxy behind it")
 
 
 def _check_port_is_free(host: str, port: int) -> None:

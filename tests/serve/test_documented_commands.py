@@ -135,6 +135,15 @@ def test_the_demo_asks_and_shows_what_speculation_did(
         assert words in printed.err
 
 
+def test_a_token_is_made_as_the_guide_says(tmp_path: Path) -> None:
+    """Bug guarded: variables with which no cluster starts, since nobody has made the token that they ask for."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environment = {**own, "HOME": str(tmp_path), "RAY_AUTH_MODE": exported()["RAY_AUTH_MODE"]}
+    ray = [str(Path(sys.executable).parent / "ray"), "get-auth-token", "--generate"]
+    subprocess.run(ray, env=environment, capture_output=True, timeout=120, check=True)
+    assert (tmp_path / ".ray" / "auth_token").read_text().strip()
+
+
 def test_the_curl_commands_answer(served: tuple[str, subprocess.Popen[str]]) -> None:
     """Bug guarded: the line that is copied to see whether the service is up is refused."""
     if shutil.which("curl") is None:

@@ -105,6 +105,12 @@ COMMANDS: dict[str, tuple[Entry, ...]] = {
             "tests/browser/test_page.py::test_screenshots_in_the_docs_are_small",
         ),
     ),
+    "python tests/k8s/image_steps.py": (
+        Instead(
+            "it needs a package index, and minutes; its last step is run",
+            "tests/k8s/test_image.py::test_the_steps_install_everything_that_the_code_reads",
+        ),
+    ),
     "pip install .": (Ran("tests/k8s/test_image.py::test_the_steps_install_everything_that_the_code_reads"),),
     "pip install .[tracing]": (
         Instead(
@@ -128,6 +134,14 @@ COMMANDS: dict[str, tuple[Entry, ...]] = {
     ),
     "serve status": (Instead("Ray's own", "tests/serve/test_serve_deploy.py::test_the_demo_of_the_manifests_answers"),),
     "ray status": (Instead("Ray's own", "tests/serve/test_serve_deploy.py::test_the_demo_of_the_manifests_answers"),),
+    "ray get-auth-token": (Ran(f"{SERVED}::test_a_token_is_made_as_the_guide_says", "--generate"),),
+    "ray start": (
+        Instead(
+            "Ray's own, as many ports as it has are taken by the cluster of the tests",
+            "tests/serve/test_serve_deploy.py::test_the_demo_of_the_manifests_answers",
+            "--head",
+        ),
+    ),
     "docker build": (
         Instead("there is no Docker here", "tests/k8s/test_image.py::test_hadolint_finds_nothing"),
         Instead("there is no Docker here", "tests/k8s/test_readme.py::test_build_arguments_of_the_guide_exist", "--build-arg"),
@@ -221,7 +235,7 @@ def test_the_test_is_there_and_gives_the_options(name: str) -> None:
     for entry in COMMANDS[name]:
         path, _, test = entry.test.partition("::")
         assert test in definitions(path), entry.test
-        if isinstance(entry, Ran) and name.startswith("outrider "):
+        if isinstance(entry, Ran) and name.startswith(("outrider ", "ray ")):
             source = definitions(path)[""]
             assert re.search(rf'"{name.split()[-1]}"', source), f"{entry.test} does not say {name.split()[-1]}"
             assert [option for option in entry.options.split() if f'"{option}"' not in source] == []

@@ -144,14 +144,8 @@ def _cluster_environment(folder: str) -> Iterator[None]:
         "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy_is_available())),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    own = {
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy-state",
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
-        **{name: str(port) for name, port in zip(PORTS_OF_A_CLUSTER, _free_ports(len(PORTS_OF_A_CLUSTER)), strict=True)},
-    }
+    ports = zip(PORTS_OF_A_CLUSTER, map(str, _free_ports(len(PORTS_OF_A_CLUSTER))), strict=True)
+    own = {**files_of_a_cluster(folder), **dict(ports)}
     for name, value in shared.items():
         os.environ.setdefault(name, value)
     added = own.keys() - os.environ.keys()
@@ -161,6 +155,17 @@ def _cluster_environment(folder: str) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+def files_of_a_cluster(folder: str) -> dict[str, str]:
+    """HAProxy's, by the variable that names them; in one folder for all clusters by default."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy-state",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
+    }
 
 
 def haproxy_is_available() -> bool:

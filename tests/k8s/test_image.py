@@ -1,19 +1,25 @@
 """The image's recipe: what can be known of it without building it."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from image_steps import copy, run, steps
 from manifests import K8S, ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 IMAGE = K8S / "image"
 DOCKERFILE = (IMAGE / "Dockerfile").read_text(encoding="utf-8")
+SKIPPED = {".pyc", ".so"}
+"""What running the code leaves beside it."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -58,6 +64,31 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
     assert all((ROOT / source).exists() for source in sources)
     packages = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert packages <= set(sources)
+
+
+def test_the_steps_install_everything_that_the_code_reads(tmp_path: Path) -> None:
+    """Bug guarded: a page, a style or a kernel's source that is no Python, and so is not in the image; a step that fails.
+
+    The last stage in which packages are installed, without those of others: `python tests/k8s/image_steps.py FOLDER` does it
+    with them, in a fresh environment.
+    """
+    setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed")
+    if Version(setuptools.__version__) < Version("77"):
+        pytest.skip("setuptools is older than the recipe asks for")
+    (tmp_path / "build").mkdir()
+    (listing, package) = [step for step in steps("packages") if step.name == "RUN"]
+    for step in steps("packages"):
+        if step.name == "COPY":
+            copy(step, tmp_path / "build")
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_TARGET": str(tmp_path / "installed")}
+    run(replace(listing, text=listing.text.partition("&&")[0]), tmp_path, environment)
+    assert (tmp_path / "build" / "requirements.txt").read_text().split("\n")[:-1] == PROJECT["project"]["dependencies"]
+    run(replace(package, text=package.text.partition("&&")[0]), tmp_path, environment)
+    for folder in ("engine", "autoscale", "deployments"):
+        needed = {
+            path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in SKIPPED
+        }
+        assert {path for path in needed if not (tmp_path / "installed" / path).is_file()} == set(), folder
 
 
 def test_the_image_is_not_root_and_has_a_health_check() -> None:

@@ -106,6 +106,7 @@ def emulated(deploy_app: Callable[..., App], tmp_path_factory: pytest.TempPathFa
 
     The depth is fixed, so that "adaptive", which is the server as it is configured, speculates from the first request on.
     """
+    from deployments.bench.rounds import MAX_DEPTH
     from engine.testing.profiles import FILE_PREFIX
 
     file = tmp_path_factory.mktemp("emulation") / "emulation"
@@ -114,7 +115,7 @@ def emulated(deploy_app: Callable[..., App], tmp_path_factory: pytest.TempPathFa
     app = deploy_app(
         target={"model": name, "name": "emulated"},
         draft={"source": "model", "model": name},
-        speculation={"depth": 4},
+        speculation={"depth": 4, "max_depth": MAX_DEPTH},
         controller={"report_interval_s": 0.1},
     )
     return app, file

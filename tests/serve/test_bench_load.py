@@ -1,5 +1,6 @@
 """`outrider bench load` against a served application: over HTTP alone, and with the arms that switch the lane."""
 
+import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from deployments.bench.load_client import find_endpoint
 from deployments.bench.load_plan import LoadOptions, LoadPlan
 from deployments.bench.load_report import ADAPTIVE, FIXED_DEPTHS, OFF, fixed, summary
 from deployments.bench.rounds import wait_for_draft
+from deployments.cli import main
 
 SHORT: dict[str, Any] = {"requests": 3, "repeats": 1, "max_tokens": 40, "quick": True}
 
@@ -53,3 +55,32 @@ def test_the_lane_is_switched_between_arms(app: App) -> None:
     for shallow, deep in pairwise((OFF, *map(fixed, FIXED_DEPTHS))):
         assert lengths[shallow] + 0.3 < lengths[deep]
     assert all(lengths[fixed(depth)] <= depth + 1 for depth in FIXED_DEPTHS)
+
+
+def test_the_command_without_a_server_of_its_own(
+    app: App, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug guarded: `outrider bench load` works on a server and not on the configured pair, which nobody else serves.
+
+    On the application that runs here already, in place of one on a cluster of the command's own.
+    """
+    monkeypatch.setattr("deployments.launch.cluster", lambda config, address: contextlib.nullcontext())
+    monkeypatch.setattr("deployments.launch.deploy", lambda config, progress: None)
+    arguments = ["--sweep", "1", "--requests", "1", "--repeats", "1", "--max-tokens", "8", "--json", "--quick"]
+    assert (
+        main(
+            [
+                "bench",
+                "load",
+                "--paced",
+                "emulated:free?step_ms=5&alpha=1",
+                "--set",
+                f"api.port={app.config.api.port}",
+                *arguments,
+            ]
+        )
+        == 0
+    )
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [point["arm"] for point in told["points"]] == [OFF, *map(fixed, FIXED_DEPTHS), ADAPTIVE]
+    assert all(point["errors"] == {} for point in told["points"])

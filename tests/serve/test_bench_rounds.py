@@ -1,16 +1,21 @@
 """The emulated pair through the real stack: what `outrider bench rounds` measures with."""
 
+import contextlib
+import json
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import App
-from helpers import wait_until, write_emulation
+from helpers import wait_until, write_emulation, write_random_draft
 
+from deployments.bench import rounds
 from deployments.bench.lane import BenchLane, Load, pin
 from deployments.bench.rounds import MADE_UP_PROMPT, wait_for_draft
+from deployments.cli import main
 
 LOAD = Load(MADE_UP_PROMPT, 60, batch=4)
 SEQUENTIAL = {"depth": 4, "fan_out": 0}
@@ -85,6 +90,31 @@ def test_the_application_says_that_it_is_emulated(bench: Bench) -> None:
     assert "nothing is computed" in target["path_reason"]
     (lane,) = bench.app.controller()["lane_details"]
     assert "emulated" in lane["target_device"]
+
+
+def test_the_command_measures_and_reports(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug guarded: `outrider bench rounds` fails after it has measured for minutes, or leaves a part out.
+
+    On the application that runs here already, in place of two on a cluster of the command's own.
+    """
+    bench.emulate("alpha=.8&c=.1")
+    small = replace(rounds.QUICK, batches=(1,), num_tokens=400, large_tokens=100, real_tokens=8, num_hops=8)
+    monkeypatch.setattr(rounds, "QUICK", small)
+    monkeypatch.setattr(rounds, "LARGE_BATCH", 4)
+    monkeypatch.setattr(rounds, "PROMPTS", {"code": rounds.PROMPTS["code"]})
+    monkeypatch.setattr("deployments.bench.hit_rate.PROMPTS", rounds.PROMPTS)
+    monkeypatch.setattr("deployments.launch.cluster", lambda config, address: contextlib.nullcontext())
+    monkeypatch.setattr("deployments.launch.deploy", lambda config: None)
+    model = write_random_draft(tmp_path, "smollm2")
+    settings = [f"target.model={model}", "target.name=emulated", f"api.port={bench.app.config.api.port}"]
+    command = ["bench", "rounds", "--quick", "--json", *(part for own in settings for part in ("--set", own))]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["texts_equal"]
+    (cell,) = told["cells"]
+    assert cell["batch"] == 1
 
 
 def test_every_process_can_be_pinned_to_a_core() -> None:

@@ -84,9 +84,11 @@ def test_doctor_examines_the_server(app: Any, capsys: pytest.CaptureFixture[str]
     assert "c = " in seen["step times"]
 
 
-def test_doctor_examines_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_examines_a_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Bug guarded: a configuration that would not start, found out minutes later by an actor."""
-    assert main(["doctor", "--json", "--set", "speculation.depth=3"]) in (0, 1)
+    file = tmp_path / "outrider.yaml"
+    file.write_text("speculation: {depth: 3}\n")
+    assert main(["doctor", "--json", "--config", str(file)]) in (0, 1)
     checks = {finding["check"] for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert {"configuration", "versions", "devices", "memory", "threads", "kernels", "ingress"} <= checks
     assert main(["doctor", "--json", "--set", "target.model=/nowhere/model"]) == 1

@@ -1,15 +1,19 @@
 """`outrider verify-lossless` as a user runs it, on the default pair."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_cli import assert_one_line, outrider
 
 
-def test_the_default_pair_is_lossless() -> None:
+def test_the_default_pair_is_lossless(tmp_path: Path) -> None:
     """Bug guarded: everything that makes a text depend on drafts, depth or batch on real weights; a command that prints more
     than its object on stdout, or whose exit code does not follow its verdict."""
-    result = outrider("verify-lossless", "--quick", "--json", "--seeds", "150", "--tokens", "8", timeout_s=600)
+    file = tmp_path / "outrider.yaml"
+    file.write_text("target: {model: smollm2}\n")
+    options = ["--config", str(file), "--seeds", "150", "--tokens", "8"]
+    result = outrider("verify-lossless", "--quick", "--json", *options, timeout_s=600)
     found = json.loads(result.stdout)
     assert result.returncode == 0, (found["problems"], found["matrix"]["divergences"][:5], found["statistics"])
     assert found["verdict"] == "pass"

@@ -34,7 +34,7 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 MADE_BY_THE_READER = "k8s/overlays/mine"
 SECTIONS = OutriderConfig().model_dump()
 KUBECTL_VERBS = {"apply", "create", "delete", "get", "port-forward", "wait"}
-OTHERS = {"curl", "docker", "export", "pip", "serve"}
+OTHERS = {"curl", "docker", "export", "pip", "ray", "serve"}
 """First words of commands that belong to others; what they name of ours is looked at."""
 
 

@@ -67,19 +67,37 @@ class Draft:
         raise AssertionError("never asked")
 
 
+class PreparingDraft(Draft):
+    """Beside that it prepares while the target verifies, and says that this took three units; fetching it takes one."""
+
+    prepares = True
+
+    def __init__(self, clock: FakeClock):
+        super().__init__(clock)
+        self.replies: list[PrepareReply] = []
+
+    def prepare(self, request: PrepareRequest) -> None:
+        self.replies.append(msgspec.structs.replace(self.model.prepare(request), step_time_s=3 * UNIT_S))
+
+    async def collect(self, patience_s: float) -> tuple[PrepareReply, ...]:
+        self.clock.advance(UNIT_S)
+        replies, self.replies = self.replies, []
+        return tuple(replies)
+
+
 class Lane:
     """What a router does, without Ray: one place in the batch, four in the queue, depth 2."""
 
-    def __init__(self) -> None:
+    def __init__(self, draft: type[Draft] = Draft, fan_out: int = 0) -> None:
         self.clock = FakeClock()
         self.counters = LaneCounters()
         self.counters.plain_cost = RoundCost.measured(((1, 2 * UNIT_S), (4, 2 * UNIT_S)), None)
         self.info = model_info()
-        self.scheduler = Scheduler(self.info, FixedDepth(2), max_batch=1, prefill_tokens=16, max_waiting=4)
+        self.scheduler = Scheduler(self.info, FixedDepth(2, fan_out), max_batch=1, prefill_tokens=16, max_waiting=4)
         self.at_rest = asyncio.Event()
         self.driver = AsyncDriver(
             Target(self.clock),
-            Draft(self.clock),
+            draft(self.clock),
             self.scheduler,
             on_report=lambda report: self._round_done(report),
             clock=self.clock,
@@ -104,6 +122,26 @@ class Lane:
                 watch.saw(delta)
 
             await self.driver.play(request, deliver)
+
+    async def finish(self, *served: asyncio.Task[None]) -> None:
+        """Play rounds until all requests have ended and the target has forgotten them."""
+        rounds = asyncio.create_task(self.driver.run())
+        await asyncio.gather(*served)
+        await self.at_rest.wait()
+        rounds.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await rounds
+
+    def page(self) -> Samples:
+        """What its metrics show."""
+        told = msgspec.structs.replace(
+            status("lane"),
+            draft_name="scripted",
+            target=self.info,
+            sources=self.counters.sources_by_name("scripted"),
+            **self.counters.told(),
+        )
+        return samples(render([told], {"lanes": ["lane"], "drafts": []}))
 
 
 async def play() -> Lane:
@@ -133,12 +171,7 @@ async def play() -> Lane:
         await lane.serve("x", 2, 0)
     served.pop("e").cancel()
     await asyncio.sleep(0)
-    rounds = asyncio.create_task(lane.driver.run())
-    await asyncio.gather(*served.values())
-    await lane.at_rest.wait()
-    rounds.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await rounds
+    await lane.finish(*served.values())
     return lane
 
 
@@ -209,6 +242,9 @@ COUNTED: Samples = {
     **of_lane({"drafted_by_position_total": 2, "accepted_by_position_total": 2}, position="0"),
     **of_lane({"drafted_by_position_total": 2, "accepted_by_position_total": 1}, position="1"),
     **of_lane({"draft_available": 1}, source="scripted"),
+    # rounds 2 and 3; time of theirs
+    **of_lane({"source_drafts_total": 2, "source_drafted_tokens_total": 4}, source="scripted"),
+    **of_lane({"source_accepted_tokens_total": 3, "source_seconds_total": 4 * UNIT_S}, source="scripted"),
     **of_lane({"lane_info": 1}, model="scripted", device="cpu", dtype="float32", path="", numerics="fast", source="scripted"),
 }
 HISTOGRAMS: Samples = {
@@ -233,9 +269,7 @@ async def test_every_number_of_a_scripted_run() -> None:
     """Bug guarded: a number that counts something near to what its help text says: rounds for requests, a wait twice, the
     first token as a gap, drafts that were asked for as drafts that came.
     """
-    lane = await play()
-    told = msgspec.structs.replace(status("lane"), draft_name="scripted", target=lane.info, **lane.counters.told())
-    page = samples(render([told], {"lanes": ["lane"], "drafts": []}))
+    page = (await play()).page()
     own = {key: value for key, value in page.items() if ("lane", "lane") in key[1]}
     inside = {key: value for key, value in own.items() if key[0].endswith("_bucket")}
     assert {key: value for key, value in own.items() if key not in inside and key not in HISTOGRAMS} == COUNTED
@@ -251,3 +285,46 @@ async def test_figures_that_are_derived() -> None:
     break_even = totals["speculating_round_seconds"] / totals["speculating_plain_seconds"]
     # Five tokens took 10 units; plain rounds of 3 units each would have taken 15.
     assert accepted_length / break_even == pytest.approx(15 / 10)
+
+
+async def test_every_number_of_overlapped_rounds() -> None:
+    """Bug guarded: time behind a verify counted as waited for, or the other way round; a miss that counts as a hit because the
+    draft was asked then; prepared drafts that no source made.
+
+    One request; beside a verify one outcome per position is prepared. After five tokens the draft says 99, where 6 is right.
+
+    | round | from, to | what                                                                                       |
+    |     1 |     0, 4 | reads 3 tokens, makes the first, 4; beside it 5, 99 are prepared for that                  |
+    |     2 |     4, 9 | fetches them (1): a hit after a plain step. 1 right, 2 committed; 5 and then 6 is no outcome |
+    |     3 |    9, 15 | fetches (1): a miss after a recovery; asks (1) for 7, 8: both right, 3 committed           |
+    |     4 |   15, 20 | fetches (1): a hit after a bonus, 10, 11: both right, 3 committed: 9 of 9                  |
+    |     5 |   20, 25 | fetches (1) what was prepared in vain; tells the target to forget the request              |
+    """
+    lane = Lane(PreparingDraft, fan_out=1)
+    await lane.finish(asyncio.create_task(lane.serve("a", 3, 9)))
+    page = lane.page()
+    expected = {
+        **of_lane({"rounds_total": 5, "tokens_total": 9, "draft_asked_total": 1, "round_seconds_total": 25 * UNIT_S}),
+        **of_lane({"prepared_hits_total": 1}, kind="plain"),
+        **of_lane({"prepared_hits_total": 1}, kind="bonus"),
+        **of_lane({"prepared_misses_total": 1}, kind="recovery"),
+        **of_lane(
+            {
+                "drafted_tokens_total": 6,
+                "accepted_tokens_total": 5,
+                "draft_seconds_total": 14 * UNIT_S,  # 3, 3 + 2, 3, 3
+                "draft_exposed_seconds_total": 5 * UNIT_S,  # 1, 1 + 1, 1, 1
+                "draft_hidden_seconds_total": 9 * UNIT_S,  # 2, 3, 2, 2
+                "source_drafts_total": 3,
+                "source_drafted_tokens_total": 6,
+                "source_accepted_tokens_total": 5,
+                "source_seconds_total": 14 * UNIT_S,
+            },
+            source="scripted",
+        ),
+        **of_lane({"prepared_seconds_total": 9 * UNIT_S, "prepared_exposed_seconds_total": 3 * UNIT_S}),  # all but round 3
+    }
+    assert {key: page[key] for key in expected} == expected
+    counted = {name for name, _ in page if name.startswith(("outrider_prepared_hits", "outrider_prepared_misses"))}
+    assert sum(value for (name, _), value in page.items() if name in counted and name.endswith("_total")) == 3
+    assert not [name for name, _ in page if name == "outrider_fallbacks_total"]

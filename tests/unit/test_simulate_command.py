@@ -16,9 +16,15 @@ def _few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "BATCHES", (1, 64))
 
 
-def test_the_last_line_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug guarded: tables on stdout, NaN in the JSON, or a field that those who compare systems look for is missing."""
-    assert main(["simulate", *FAST, "--requests", "60", "--gpus", "3", "--traffic", "poisson:rate=5", "--json"]) == 0
+def test_the_last_line_is_one_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Bug guarded: tables on stdout, NaN in the JSON, a field that those who compare systems look for is missing, or an option
+    with which everything is simulated and then nothing is told.
+    """
+    limits = ["--gpus", "3", "--max-ttft-ms", "1000", "--max-batch", "256", "--max-depth", "8"]
+    plot = tmp_path / "plan.svg"
+    command = ["simulate", *FAST, *limits, "--requests", "60", "--traffic", "poisson:rate=5", "--plot", str(plot), "--json"]
+    assert main(command) == 0
+    assert plot.read_bytes().startswith(b"<?xml")
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert len(lines) == 1

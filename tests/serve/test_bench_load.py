@@ -66,21 +66,9 @@ def test_the_command_without_a_server_of_its_own(
     """
     monkeypatch.setattr("deployments.launch.cluster", lambda config, address: contextlib.nullcontext())
     monkeypatch.setattr("deployments.launch.deploy", lambda config, progress: None)
+    pair = ["--paced", "emulated:free?step_ms=5&alpha=1", "--set", f"api.port={app.config.api.port}"]
     arguments = ["--sweep", "1", "--requests", "1", "--repeats", "1", "--max-tokens", "8", "--json", "--quick"]
-    assert (
-        main(
-            [
-                "bench",
-                "load",
-                "--paced",
-                "emulated:free?step_ms=5&alpha=1",
-                "--set",
-                f"api.port={app.config.api.port}",
-                *arguments,
-            ]
-        )
-        == 0
-    )
+    assert main(["bench", "load", *pair, *arguments]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [point["arm"] for point in told["points"]] == [OFF, *map(fixed, FIXED_DEPTHS), ADAPTIVE]
     assert all(point["errors"] == {} for point in told["points"])

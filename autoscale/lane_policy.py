@@ -9,11 +9,12 @@ import msgspec
 from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
 from autoscale.allocation import allocate
 from autoscale.catch_up import CatchUp
-from autoscale.choice import Terms, TextChooser
+from autoscale.choice import Chosen, TextChooser
 from autoscale.context import ContextFit
 from autoscale.cost_model import DRAFT_WEIGHT, OverlapCost, RoundCost, StepCost
 from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
+from autoscale.hybrid import Terms, after_text
 from autoscale.lane_plan import LanePlan
 from autoscale.overlap import Overlap, ask_gains, best_overlap, worth_waiting_s
 from autoscale.pace import Paces
@@ -56,8 +57,8 @@ class LanePolicy:
     Hits, step times and hops are learned from the rounds themselves; after overlap was left, what was learned fades, so that it
     is tried again after some hundred rounds.
 
-    **Text.** Where a text source stands beside the model, each request gets the draft that promises more for what it costs
-    (`autoscale.choice`).
+    **Text.** Where a text source stands beside the model, each request gets the draft that promises more for what it costs: one
+    of either, or the text's tokens and after them the model's (`autoscale.choice`).
     """
 
     overlaps: bool
@@ -180,12 +181,13 @@ class LanePolicy:
 
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         """Draft tokens that each request gets in this round, 0..room, when ``batch_size`` requests decode."""
+        chosen = [self._texts.of(request.request_id) for request in requests]
         if self._fixed_depth is not None:
-            return [max(0, min(self._fixed_depth, request.room)) for request in requests]
+            limits = (min(self._fixed_depth, request.room) for request in requests)
+            return [max(0, limit - one.head) for limit, one in zip(limits, chosen, strict=True)]
         if self._max_depth == 0:
             return [0] * len(requests)
         plan = self._plan_round(batch_size, now_s)
-        chosen = [self._texts.of(request.request_id) for request in requests]
         worths = [self._survival(request, plan, self._paces.worth(request, now_s)) for request in requests]
         if not plan.is_open:
             depths = [0] * len(requests)
@@ -193,7 +195,7 @@ class LanePolicy:
             price = plan.price * self._texts.factor
             depths = [choose_depth(worth, price, len(worth)) for worth in worths]
         else:
-            worths = [[] if one.is_first or one.is_held_back else worth for one, worth in zip(chosen, worths, strict=True)]
+            worths = [_after_choice(one, worth) for one, worth in zip(chosen, worths, strict=True)]
             depths = allocate(worths, plan.rate * self._texts.factor, self._cost.alone, plan.effective_batch)
         for index, request in enumerate(requests):
             if depths[index] == 0 and request.room > 0 and not chosen[index].is_first:
@@ -292,13 +294,15 @@ class LanePolicy:
         """Drafts that cost no time delay nobody; a fixed depth is for measurements."""
         return self._fixed_depth is None and self._cost.alone.draft is not None
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Learn from a verified draft: after every round in which the request had one."""
-        self._acceptance.observe(request_id, drafted, accepted)
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
+        """Learn from a verified draft of the model: after every round in which the request had one."""
+        if reached:
+            self._acceptance.observe(request_id, drafted, accepted)
         if drafted > 0:
             self._drafted.add(request_id)
             self._texts.model_was_used(request_id, drafted)
-            self._probes.observe(request_id, accepted)
+            if reached:
+                self._probes.observe(request_id, accepted)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that ended."""
@@ -563,7 +567,15 @@ class LanePolicy:
         rows = sum(depth > 0 for depth in report.model_depths)
         if rows == 0 or not self._drafted <= self._drafted_before:
             return draft
-        return draft.corrected(report.draft_time_s, max(report.model_depths) * draft.time(rows), DRAFT_WEIGHT)
+        explained_s = (max(report.model_depths) - 1) * draft.time(rows) + draft.time(rows + report.num_extended)
+        return draft.corrected(report.draft_time_s, explained_s, DRAFT_WEIGHT)
+
+
+def _after_choice(chosen: Chosen, worth: Sequence[float]) -> Sequence[float]:
+    """What the positions are worth for which a request's model may be asked in a sequential round."""
+    if chosen.head:
+        return after_text(worth, chosen.head, chosen.reach)
+    return [] if chosen.is_first or chosen.is_held_back else worth
 
 
 def _two_digits(batch: float) -> int:

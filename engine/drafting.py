@@ -7,9 +7,11 @@ asked for.
 
 Beside that source there may be a second one that needs nothing but the text (`engine.propose.beside`). What it offers was
 looked up when the round was planned, and the policy has said of every request whether it goes *first*, so that the model's
-draft is not even looked at, or is what is left where the model has drafted nothing. Both are decided before a token of this
-round's model drafts is seen: under ``rejection`` and ``block`` a draft that is replaced for what it is would be a bias
-(`autoscale.choice`).
+draft is not even looked at, or is what is left where the model has drafted nothing, or is *extended*: the model is asked to go
+on after the text's first tokens, and both are verified as one draft. All of this is decided before a token of this round's
+model drafts is seen: under ``rejection`` and ``block`` a draft that is replaced for what it is would be a bias
+(`autoscale.choice`). What was prepared follows committed tokens, not the text's, so a hybrid draft is always asked for, in
+sequential rounds.
 """
 
 from collections import Counter
@@ -67,8 +69,8 @@ class Drafts:
     """The drafts of one round, and how they were come by."""
 
     proposals: dict[str, Proposal] = field(default_factory=dict)
-    from_text: set[str] = field(default_factory=set)
-    """Requests whose draft is that of the text."""
+    from_text: dict[str, int] = field(default_factory=dict)
+    """By request, the leading tokens of its draft that are the text's; no entry where none is."""
     held: set[str] = field(default_factory=set)
     """Requests whose draft, but for its last token, the source still holds after the committed tokens."""
     hits: Counter[str] = field(default_factory=Counter)
@@ -89,8 +91,9 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
     What is not found leaves the request's depth at 0. The depths were planned before any of this was looked at.
     """
     drafts = Drafts()
-    _take_texts([item for item in plan.items if item.text_first], drafts)
-    speculating = [item for item in plan.items if item.depth > 0]
+    _take_texts([item for item in plan.items if item.text_first and item.depth == 0], drafts)
+    extending = [item for item in plan.items if item.extended > 0]
+    speculating = [item for item in plan.items if item.depth > 0 and item.extended == 0]
     if scheduler.outcomes.outstanding:
         num_expected = sum(scheduler.outcomes.awaits(item.request.id, item.request.ids) for item in speculating)
         waits = num_expected and not _is_urgent(scheduler, plan)
@@ -100,7 +103,7 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
             raise TypeError(f"a Collect must be answered by Collected, got {type(collected).__name__}")
         _store(scheduler, collected, drafts)
 
-    missed = _take_prepared(scheduler, speculating, drafts)
+    missed = _take_prepared(scheduler, speculating, drafts) + extending
     asked = _choose_asked(scheduler, plan, missed, drafts, now_s, prepares=prepares)
     if asked:
         released = tuple(scheduler.draft_released)
@@ -125,7 +128,15 @@ def _take_texts(items: list[Planned], drafts: Drafts) -> None:
         if item.text_depth > 0:
             tokens = item.text.tokens[: item.text_depth]
             drafts.proposals[item.request.id] = Proposal(sequence_id=item.request.id, tokens=tokens)
-            drafts.from_text.add(item.request.id)
+            drafts.from_text[item.request.id] = len(tokens)
+
+
+def _after(ahead: tuple[int, ...], proposal: Proposal) -> Proposal:
+    """The text's tokens and the model's as one draft. The text is certain of its own, so their q is one-hot."""
+    probs = proposal.probs
+    if probs is not None:
+        probs = (*(((token,), (1.0,)) for token in ahead), *probs)
+    return Proposal(sequence_id=proposal.sequence_id, tokens=(*ahead, *proposal.tokens), probs=probs)
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------------
@@ -220,6 +231,7 @@ def _propose_item(item: Planned) -> ProposeItem:
         tokens=tuple(request.ids[request.draft_length :]),
         depth=item.depth,
         context=request.context if request.draft_length == 0 else None,
+        ahead=item.ahead,
     )
 
 
@@ -236,7 +248,9 @@ def _use_proposals(reply: ProposeReply, asked: list[Planned], vocab_size: int, d
         if problem is not None:
             drafts.fallbacks[problem] += 1
         elif proposal is not None:
-            drafts.proposals[request.id] = proposal
+            drafts.proposals[request.id] = _after(item.ahead, proposal) if item.extended else proposal
+            if item.extended:
+                drafts.from_text[request.id] = item.extended
             drafts.held.add(request.id)
 
 

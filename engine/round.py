@@ -52,13 +52,15 @@ class RoundResult:
 Steps = Generator[Collect | Propose | Verify, Answer, RoundResult]
 
 
-def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: bool, prepares: bool = False) -> Steps:
+def play_round(
+    scheduler: Scheduler, round_id: int, now_s: float, *, drafts: bool, prepares: bool = False, extends: bool = False
+) -> Steps:
     """Play one round over the requests of ``scheduler``. With ``drafts`` false nobody is asked for drafts.
 
-    ``prepares``: the source can work while the target verifies.
+    ``prepares``: the source can work while the target verifies. ``extends``: it can go on after tokens of the text.
     """
     prepares = drafts and prepares
-    plan = scheduler.plan(now_s, drafts=drafts, prepares=prepares)
+    plan = scheduler.plan(now_s, drafts=drafts, prepares=prepares, extends=extends)
     found = yield from gather_drafts(scheduler, plan, round_id, now_s, prepares=prepares)
     decoding = sum(item.request.state is State.DECODING for item in plan.items)
     if drafts and scheduler.info.max_draft_depth == 0 and decoding:
@@ -112,7 +114,12 @@ class _Settled:
     accepted: int = 0
     decoded: bool = False
     prefilled: int = 0
-    from_text: bool = False
+    from_text: int = 0
+    """Leading tokens of the draft that are the text's."""
+
+    @property
+    def accepted_text(self) -> int:
+        return min(self.accepted, self.from_text)
 
 
 def _settle(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict) -> _Settled:
@@ -165,14 +172,15 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
     if not was_decoding:
         request.apply(Event.CAUGHT_UP)
     drafted = len(proposal.tokens) if proposal else 0
-    from_text = request.id in found.from_text
+    from_text = found.from_text.get(request.id, 0)
     request.target_length = item.end + verdict.accepted
     if proposal is not None:
         if request.id in found.held and request.draft_length == item.end:
             # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
             request.draft_length += min(verdict.accepted, drafted - 1)
-        if not from_text:
-            scheduler.policy.observe(request.id, drafted, verdict.accepted)
+        if drafted > from_text:
+            reached = verdict.accepted >= from_text
+            scheduler.policy.observe(request.id, drafted - from_text, max(verdict.accepted - from_text, 0), reached=reached)
     if item.text.tokens:
         scheduler.policy.observe_text(request.id, item.text, *_compare(item.text.tokens, verdict.tokens))
     committed = request.commit(verdict.tokens, verdict.logprobs, scheduler.eos_token_ids)
@@ -243,7 +251,7 @@ def _report(
         drafted_per_position=tuple(sum(s.drafted > j for s in settled) for j in range(deepest)),
         accepted_per_position=tuple(sum(s.accepted > j for s in settled) for j in range(deepest)),
         depths=tuple(s.drafted for s in settled if s.decoded),
-        text_depths=tuple(s.drafted * s.from_text for s in settled if s.decoded) if scheduler.text is not None else (),
+        text_depths=tuple(s.from_text for s in settled if s.decoded) if scheduler.text is not None else (),
         sources=_sources(scheduler, settled, found),
         verify_time_s=answer.step_time_s,
         draft_time_s=found.draft_time_s,
@@ -260,13 +268,16 @@ def _report(
 
 
 def _sources(scheduler: Scheduler, settled: list[_Settled], found: Drafts) -> dict[str, SourceStep]:
-    sources = {MODEL_SOURCE: _source([s for s in settled if not s.from_text], found.draft_time_s)}
+    """Each source counts the tokens that it made: of a hybrid draft the text the first, the model those after them."""
+    model = [(s.drafted - s.from_text, s.accepted - s.accepted_text) for s in settled]
+    sources = {MODEL_SOURCE: _source(model, found.draft_time_s)}
     if scheduler.text is not None:
-        sources[scheduler.text.name] = _source([s for s in settled if s.from_text], scheduler.text.take_time_s())
+        text = [(s.from_text, s.accepted_text) for s in settled]
+        sources[scheduler.text.name] = _source(text, scheduler.text.take_time_s())
     return sources
 
 
-def _source(settled: list[_Settled], time_s: float) -> SourceStep:
-    return SourceStep(
-        sum(s.drafted > 0 for s in settled), sum(s.drafted for s in settled), sum(s.accepted for s in settled), time_s
-    )
+def _source(counts: list[tuple[int, int]], time_s: float) -> SourceStep:
+    """Of (drafted, accepted) by request."""
+    drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    return SourceStep(sum(count > 0 for count, _ in counts), drafted, accepted, time_s)

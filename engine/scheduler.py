@@ -52,8 +52,10 @@ class DepthPolicy(Protocol):
     def spares_first_tokens(self) -> bool:
         """Whether a round that makes some request's first token waits for no draft: others' drafts would delay it."""
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Tell how a draft of this request fared."""
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
+        """Tell how the model's draft of this request fared. ``reached`` false: it followed tokens of the text that were not all
+        kept, so none of its own was tested.
+        """
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""
@@ -114,7 +116,7 @@ class FixedDepth:
     spares_first_tokens = False
     """The depth is the same in every round."""
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
         """Nothing to learn."""
 
     def finished(self, request_id: str) -> None:
@@ -144,7 +146,23 @@ class Planned:
     text_depth: int = 0
     """Tokens of it that are verified where the model has drafted nothing."""
     text_first: bool = False
-    """Then the model's draft of this round is not looked at."""
+    """Then the model's draft of this round is not looked at, unless it goes on after the text's tokens."""
+    extended: int = 0
+    """Tokens of the text after which the model is asked for ``depth`` more; 0 = its draft is one of its own."""
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """The tokens of the text that the model is to go on after."""
+        return self.text.tokens[: self.extended]
+
+    @property
+    def most_drafted(self) -> int:
+        """Tokens of the longest draft that the request may get in this round."""
+        return max(self.text_depth, self.extended + self.depth)
+
+    def drop_hybrid(self) -> None:
+        """The text's own draft is left."""
+        self.depth = self.extended = 0
 
     @property
     def sample(self) -> bool:
@@ -292,10 +310,10 @@ class Scheduler:
             gone = frozenset(released)
             self.draft_released[:] = [request_id for request_id in self.draft_released if request_id not in gone]
 
-    def plan(self, now_s: float, *, drafts: bool, prepares: bool = False) -> Plan:
+    def plan(self, now_s: float, *, drafts: bool, prepares: bool = False, extends: bool = False) -> Plan:
         """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so all there is comes from the text.
 
-        With ``prepares`` the source can work on the round after it meanwhile.
+        With ``prepares`` the source can work on the round after it meanwhile, with ``extends`` go on after the text's tokens.
         """
         plan = Plan()
         self._make_room(plan)
@@ -309,7 +327,7 @@ class Scheduler:
                 budget -= chunk
                 plan.items.append(Planned(request, request.target_length, request.target_length + chunk))
         if self.text is not None:
-            self._choose_texts(self.text, plan, now_s, drafts)
+            self._choose_texts(self.text, plan, now_s, drafts=drafts, extends=drafts and extends)
         if drafts:
             self._choose_depths(plan, now_s, prepares)
         self._fit_to_blocks(plan)
@@ -337,9 +355,19 @@ class Scheduler:
                 item.next_depth = depth
                 continue
             item.next_depth = max(min(depth, request.room - 1), 0)  # the round makes one token at least
-            item.depth = 0 if item.text_first else depths[request.request_id]
+            item.depth = self._depth(item, depths[request.request_id])
 
-    def _choose_texts(self, text: TextBeside, plan: Plan, now_s: float, drafts: bool) -> None:
+    def _depth(self, item: Planned, depth: int) -> int:
+        """Tokens that the model is asked for; a hybrid without any is none."""
+        if item.extended:
+            depth = min(depth, self.room(item.request) - item.extended)
+        elif item.text_first:
+            depth = 0
+        if depth <= 0:
+            item.extended = 0
+        return max(depth, 0)
+
+    def _choose_texts(self, text: TextBeside, plan: Plan, now_s: float, *, drafts: bool, extends: bool) -> None:
         """Look up what the texts offer, before anything of the model's is looked at; read on in prompts."""
         decoding = [item for item in plan.items if item.request.state is State.DECODING]
         for item in plan.items:
@@ -351,20 +379,32 @@ class Scheduler:
         for item in decoding:
             item.text = text.draft(item.request, self.room(item.request))
             tokens, match, share = item.text
-            offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, _num_unread(item.request)))
+            extendable = self._num_before_end(item) if extends else 0
+            unread = _num_unread(item.request)
+            offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, unread, extendable))
         choices = self.policy.text_choices(offers, len(decoding), now_s, has_model=drafts)
         for item, choice in zip(decoding, choices, strict=True):
             item.text_depth, item.text_first = choice.depth, choice.is_first
+            item.extended = min(choice.extended, self._num_before_end(item)) if extends else 0
+
+    def _num_before_end(self, item: Planned) -> int:
+        """Leading tokens of the text's draft before the first that ends the answer: nothing follows that one."""
+        params = item.request.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        return next((place for place, token in enumerate(item.text.tokens) if token in ends), len(item.text.tokens))
 
     def _fit_to_blocks(self, plan: Plan) -> None:
         """Cut the drafts that the KV cache has no blocks for. Whichever draft a request gets, the longer one fits."""
         spare = self._num_blocks - self._used_blocks()
         for item in plan.items:
-            depth, held = max(item.depth, item.text_depth), self._blocks(len(item.request.ids) + 1)
+            depth, held = item.most_drafted, self._blocks(len(item.request.ids) + 1)
             while depth and self._blocks(len(item.request.ids) + 1 + depth) - held > spare:
                 depth -= 1
             spare -= self._blocks(len(item.request.ids) + 1 + depth) - held
-            item.depth, item.text_depth = min(item.depth, depth), min(item.text_depth, depth)
+            item.text_depth = min(item.text_depth, depth)
+            item.depth = min(item.depth, depth - item.extended)
+            if item.extended and item.depth <= 0:
+                item.drop_hybrid()
 
     def _depth_request(self, item: Planned) -> DepthRequest:
         return DepthRequest(item.request.id, self._room_of(item), item.request.num_output)
@@ -375,7 +415,7 @@ class Scheduler:
         if not reading or len(reading) == len(plan.items):
             return wanted
         decoding = [item for item in plan.items if item.request.state is State.DECODING]
-        depths = {item.request.id: 0 if item.text_first else wanted[item.request.id] for item in decoding}
+        depths = {item.request.id: self._depth(item, wanted[item.request.id]) for item in decoding}
         return self.policy.trim(depths, sum(item.end - item.start for item in reading), plan.batch_size, now_s)
 
     def _room_of(self, item: Planned) -> int:

@@ -12,7 +12,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from engine.drivers import AsyncDriver, DraftUnavailable
-from engine.propose.base import DraftSource, OverlappedSource, can_prepare
+from engine.propose.base import DraftSource, OverlappedSource, can_extend, can_prepare
 from engine.propose.beside import TextBeside
 from engine.propose.from_text import TextSource
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
@@ -171,6 +171,7 @@ class _DraftHere:
         self._source = source
         self._prepared: list[PrepareReply] = []
         self.prepares = can_prepare(source)
+        self.extends = can_extend(source)
 
     @property
     def available(self) -> bool:
@@ -288,6 +289,11 @@ class CrashingSource:
     def prepares(self) -> bool:
         """As the other source."""
         return can_prepare(self._source)
+
+    @property
+    def extends(self) -> bool:
+        """As the other source."""
+        return can_extend(self._source)
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`; raises `DraftUnavailable` in some rounds."""

@@ -18,7 +18,7 @@ from table_lane import lane, table
 from torch import Tensor
 
 from engine.drivers import AsyncDriver, DraftUnavailable
-from engine.propose.base import DraftSource
+from engine.propose.base import DraftSource, can_extend
 from engine.propose.from_text import TextSource
 from engine.propose.ngram import NgramSource
 from engine.propose.outcomes import OutcomeCache, Taken
@@ -370,6 +370,7 @@ class Crashing:
         self._random = random.Random(seed)
         self._answers: list[PrepareReply] = []
         self.prepares = hasattr(source, "prepare")
+        self.extends = can_extend(source)
         self.seen: set[str] = set()
 
     def prepare(self, request: PrepareRequest) -> None:

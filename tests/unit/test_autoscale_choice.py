@@ -4,12 +4,13 @@ import random
 
 import pytest
 
-from autoscale.choice import Terms, TextChooser, model_gain
+from autoscale.choice import TextChooser
 from autoscale.cost_model import RoundCost
+from autoscale.hybrid import Terms, model_gain
 from autoscale.lane_policy import LanePolicy
 from autoscale.text_acceptance import PRIOR_ALPHAS, TextAcceptance, confidence_class
 from engine.propose.from_text import TextDraft
-from engine.types import DepthRequest, SourceStep, StepReport, TextOffer
+from engine.types import DepthRequest, SourceStep, StepReport, TextChoice, TextOffer
 
 TARGET = tuple(zip((1, 2, 4, 8, 16, 32, 64), (0.022, 0.024, 0.025, 0.033, 0.044, 0.070, 0.120), strict=True))
 DRAFT = ((1, 0.011), (2, 0.012), (4, 0.013), (8, 0.016), (16, 0.020), (64, 0.060))
@@ -130,7 +131,7 @@ def test_the_draft_that_promises_more_for_its_cost_is_taken():
     assert not choice.is_first
     assert model >= 2
     ((choice, model),) = choose(policy(), offer(length=0))
-    assert choice == (0, False)
+    assert choice == TextChoice(0, is_first=False)
     assert model >= 2
 
 
@@ -169,12 +170,12 @@ def test_requests_of_one_batch_have_different_sources():
 def test_a_fixed_depth_takes_what_promises_more():
     """Bug guarded: a fixed depth switches the text off, or the model, or is exceeded."""
     ((choice, model),) = choose(learned(policy(fixed_depth=3), 0.97), offer())
-    assert choice == (3, True)
+    assert choice == TextChoice(3, is_first=True)
     assert model == 3
     ((choice, _),) = choose(learned(policy(fixed_depth=3), 0.2), offer())
-    assert choice == (3, False)
-    assert choose(policy(fixed_depth=0), offer())[0] == ((0, False), 0)
-    assert choose(policy(max_depth=0), offer())[0] == ((0, False), 0)
+    assert choice == TextChoice(3, is_first=False)
+    assert choose(policy(fixed_depth=0), offer())[0] == (TextChoice(0, is_first=False), 0)
+    assert choose(policy(max_depth=0), offer())[0] == (TextChoice(0, is_first=False), 0)
 
 
 def test_what_the_text_makes_raises_the_price_of_waiting():

@@ -27,9 +27,9 @@ pays over the whole output.
 **Exactness.** Everything here is known before the model's draft of the round is looked at: the text, after how much of it the
 model goes on, lengths, counts of earlier rounds, and whether (not which) tokens are prepared. Under ``rejection`` and ``block``
 that is not a matter of taste: a draft that was drawn with q and then dropped, cut or replaced because of its tokens is no draft
-from q any more, and what is committed in its place is biased (tests/numerics finds it: test_wrong_rules_table.py, test_mixed_sources.py).
-A text's own draft is certain: its tokens are a function of committed ones, and may be looked at and cut as one likes.
-Under ``greedy`` and ``coupled`` nothing of this could reach the text.
+from q any more, and what is committed in its place is biased (test_wrong_rules_table.py and test_mixed_sources.py find it). A
+text's own draft is certain: its tokens are a function of committed ones, and may be looked at and cut as one likes. Under
+``greedy`` and ``coupled`` nothing of this could reach the text.
 """
 
 from collections.abc import Iterable, Sequence

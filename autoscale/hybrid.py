@@ -54,9 +54,11 @@ def best_hybrid(text: Sequence[float], worth: float, model: Sequence[float], ter
     """Over the leading tokens of the text that the model can go on after, whose survival is ``text``.
 
     ``worth``: of a token. ``model``: what each position of the model's own draft is worth, as many as may be drafted at all.
+    What is prepared cannot follow the text, so overlapped rounds have no hybrids.
     """
     best, head_gain = Hybrid(0, model_gain(model, terms)), 0.0
-    for head, reach in enumerate(text[: max(len(model) - 1, 0)], start=1):
+    most = len(model) - 1 if terms.prepared_price is None else 0
+    for head, reach in enumerate(text[: max(most, 0)], start=1):
         head_gain += worth * reach - terms.position
         gain = model_gain(after_text(model, head, reach), terms) - terms.reading(head)
         if gain > 0 and head_gain + gain > best.gain:

@@ -32,6 +32,8 @@ from engine.types import (
     ProposeRequest,
     SparseProbs,
     StepReport,
+    TextChoice,
+    TextOffer,
     TokenLogprob,
     VerifyReply,
     VerifyRequest,
@@ -41,6 +43,8 @@ from engine.verify.base import TargetModel
 WHOLE_PREFILL = 1 << 30
 MOST_TEXT = 20
 """Tokens that a text drafts beside another source."""
+MOST_EXTENDED = 2
+"""Tokens of the text that the other source goes on after."""
 
 
 @dataclass(slots=True)
@@ -195,7 +199,10 @@ class _DraftHere:
 
 
 class ChosenDepth(FixedDepth):
-    """A depth per request and round from a function of the request's id."""
+    """A depth per request and round from a function of the request's id.
+
+    Beside a text source, where the model can go on after the text's tokens, it does after up to `MOST_EXTENDED` of them.
+    """
 
     def __init__(self, choose: Callable[[str], int], fan_out: int = 0):
         super().__init__(0, fan_out)
@@ -204,6 +211,14 @@ class ChosenDepth(FixedDepth):
     def choose(self, request_id: str) -> int:
         """As the function says."""
         return self._choose(request_id)
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        """As `FixedDepth`, and hybrid drafts."""
+        alone = super().text_choices(offers, batch_size, now_s, has_model=has_model)
+        return [choice._replace(extended=self._extended(offer)) for offer, choice in zip(offers, alone, strict=True)]
+
+    def _extended(self, offer: TextOffer) -> int:
+        return min(self.choose(offer.request.request_id) % (MOST_EXTENDED + 1), offer.extendable)
 
 
 def random_depth(seed: int, most: int = 20, fan_out: int = 0) -> ChosenDepth:

@@ -117,8 +117,8 @@ HYBRID_LENGTH = 5
 
 @pytest.mark.parametrize("rule", RULES)
 def test_hybrid_drafts_leave_the_targets_distribution(rule: str) -> None:
-    """Bug guarded: tokens of the text are tested as if the model had drawn them, or what the model draws after them has the noise
-    of a later round."""
+    """Bug guarded: tokens of the text are tested as if the model had drawn them, or what the model draws after them has the
+    noise of a later round."""
     source = TableModel(GOOD_DRAFT)
     sampled = sample(rule, {"plain": {}}, source, policy=AnyHybrid(), text=NgramSource(), length=HYBRID_LENGTH)["plain"]
     assert sampled.p > LEVEL
@@ -162,8 +162,8 @@ class TokenByToken(TableModel):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_mixing_token_by_token_is_found(rule: str) -> None:
-    """Bug guarded: a token that was drawn gives way to the text's for what it is, which only ``coupled`` and ``greedy`` allow; or
-    the test above could not tell."""
+    """Bug guarded: a token that was drawn gives way to the text's for what it is, which only ``coupled`` and ``greedy`` allow;
+    or the test above could not tell."""
     sampled = sample(rule, {"plain": {}}, TokenByToken())["plain"]
     assert (sampled.p > LEVEL) == (rule == "coupled")
     assert sampled.num_accepted > 0

@@ -1,12 +1,17 @@
 """Which source drafts for a request: expected tokens against what they cost, learned from every committed token."""
 
 import random
+from itertools import accumulate
+from operator import mul
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from autoscale.choice import TextChooser
+from autoscale.choice import Chosen, TextChooser
 from autoscale.cost_model import RoundCost
-from autoscale.hybrid import Terms, model_gain
+from autoscale.hybrid import Hybrid, Terms, best_hybrid, longest_hybrid, model_gain
 from autoscale.lane_policy import LanePolicy
 from autoscale.text_acceptance import PRIOR_ALPHAS, TextAcceptance, confidence_class
 from engine.propose.from_text import TextDraft
@@ -267,3 +272,103 @@ def test_the_texts_drafts_do_not_count_as_the_models():
     assert report([4, 3, 0], [4, 0, 0]).model_depths == (0, 3, 0)
     assert report([4, 3]).model_depths == (4, 3)
     assert SourceStep(1, 2, 1, 0.5) + SourceStep(1, 4, 3, 0.25) == SourceStep(2, 6, 4, 0.75)
+
+
+# --- the text's tokens, and then the model's --------------------------------------------------------------------------------
+
+CHEAP = ((1, 0.004), (8, 0.006), (64, 0.03))
+SURVIVALS = st.lists(st.floats(0.05, 0.99), min_size=1, max_size=8).map(lambda alphas: list(accumulate(alphas, mul)))
+
+
+def extendable(name="r", length=3, match=8, unread=1):
+    return offer(name, length=length, match=match, unread=unread)._replace(extendable=length)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SURVIVALS, SURVIVALS, st.floats(1.0, 80.0), st.sampled_from([0.0, 0.004]), st.floats(0.2, 2.0))
+def test_a_hybrid_is_worth_at_least_either_source(text, model, rate, hop_s, worth):
+    """Bug guarded: a hybrid takes the place of a better draft of one source, or is deeper than any draft may be."""
+    terms = Terms(rate, RoundCost.measured(TARGET, DRAFT, hop_s), 1)
+    model = [worth * chance for chance in model]
+    best = best_hybrid(text, worth, model, terms)
+    alone = max(0.0, *(sum(worth * t - terms.position for t in text[:depth]) for depth in range(len(model))))
+    assert best.gain >= model_gain(model, terms)
+    assert 0 <= best.head < len(model)
+    if best.head:
+        head, reach = text[: best.head], text[best.head - 1]
+        gains = [
+            sum(worth * t - terms.position for t in head)
+            + sum(reach * s - terms.position - rate * terms.cost.draft_time(1) for s in model[:depth])
+            - rate * hop_s
+            - terms.reading(best.head)
+            for depth in range(1, len(model) - best.head + 1)
+        ]
+        assert best.gain == pytest.approx(max(gains))
+    else:
+        assert best == Hybrid(0, model_gain(model, terms))
+    longest = longest_hybrid(text, model)
+    assert longest.gain >= sum(model)
+    assert 0 <= longest.head < len(model)
+    assert max(best.gain, alone) >= alone
+
+
+def test_the_model_goes_on_where_a_sure_text_ends():
+    """Bug guarded: the model's steps are spent on tokens that the text has, or nothing follows them; a costly model goes on
+    wherever it can."""
+    assert choose(learned(policy(), 0.97), extendable())[0][0] == TextChoice(3, is_first=True)
+    lane = learned(policy(draft_step_times=CHEAP), 0.97)
+    ((choice, model),) = choose(lane, extendable())
+    assert choice == TextChoice(3, is_first=True, extended=3)
+    assert 1 <= model <= 5, "together they are as deep as any draft"
+    ((choice, model),) = choose(lane, extendable(length=8))
+    assert choice.extended == 0
+    assert model == 0, "a text that goes on needs no model"
+    ((choice, model),) = choose(learned(policy(draft_step_times=CHEAP), 0.1), extendable())
+    assert choice.extended == 0
+    assert model >= 2
+    assert choose(lane, extendable(), has_model=False)[0][0] == TextChoice(3, is_first=True)
+
+
+def test_overlapped_rounds_have_one_source_each():
+    """Bug guarded: a round that could use what was prepared waits for the model to go on after the text."""
+    lane = learned(policy(draft_step_times=((1, 0.003), (64, 0.006)), overlaps=True, fan_out=2), 0.97)
+    ((choice, _),) = choose(lane, extendable())
+    assert choice.extended == 0
+
+
+def test_a_hybrid_waits_for_a_model_that_would_have_to_read_too_much():
+    """Bug guarded: after a streak of the text's drafts the model reads all of it for the sake of one hybrid."""
+    lane = learned(policy(draft_step_times=CHEAP), 0.97)
+    ((choice, model),) = choose(lane, extendable(unread=60))
+    assert choice == TextChoice(3, is_first=True)
+    assert model == 0
+
+
+def test_a_fixed_depth_is_filled_up_by_the_model():
+    """Bug guarded: a short offer takes the place of a whole draft, or a hybrid is deeper than the depth that was set."""
+    ((choice, model),) = choose(learned(policy(fixed_depth=5), 0.97), extendable())
+    assert choice == TextChoice(3, is_first=True, extended=3)
+    assert model == 2
+
+
+def test_tokens_that_were_never_tested_teach_nothing_of_the_model():
+    """Bug guarded: the model's acceptance falls because the text before its tokens was refused; or its cost is not learned from
+    hybrid drafts, whose first step reads the text as well."""
+    lane = policy()
+    before, cost = lane.acceptance, lane.draft_step_times
+    for _ in range(3):
+        lane.observe("r", 3, 0, reached=False)
+        lane.report(msgspec.structs.replace(report([5], [2], verify_s=0.03), draft_time_s=0.5), 1.0)
+    assert lane.acceptance == before
+    assert lane.draft_step_times[0][1] > cost[0][1]
+    lane.observe("r", 3, 0)
+    lane.report(report([3], [0]), 1.0)
+    assert lane.acceptance < before
+
+
+def test_the_yield_counts_both_parts_of_a_hybrid():
+    """Bug guarded: what a hybrid makes is taken for what the text alone would have, or its model's tokens are counted whole
+    whatever the text's were likely to be."""
+    chosen = Chosen(3, 2.0, 2.4, is_first=True, is_held_back=False, head=2, head_promised=1.7, reach=0.8)
+    assert chosen.promised_with(0.5, 0) == pytest.approx(3.4)
+    assert chosen.promised_with(0.5, 2) == pytest.approx(1 + 1.7 + 0.8 * (0.5 + 0.25))

@@ -586,6 +586,16 @@ async def test_rounds_are_sequential_where_no_draft_can_fork(able: tuple[bool, .
     assert (await cluster.pool()).prepares is prepares
 
 
+@pytest.mark.parametrize(("able", "extends"), [((True, True), True), ((True, False), False)], ids=["all", "one is old"])
+async def test_all_drafts_must_know_how_to_go_on_after_a_text(able: tuple[bool, ...], extends: bool) -> None:
+    """Bug guarded: during an update a draft of an older release is asked to go on after tokens that it does not know of, and
+    drafts what stands in another place."""
+    cluster = FakeCluster()
+    for number, can in enumerate(able):
+        cluster.replicas[f"d{number}"] = FakeReplica(f"d{number}", extends=can)
+    assert (await cluster.pool()).extends is extends
+
+
 # --- calibration ------------------------------------------------------------------------------------------------------------
 
 

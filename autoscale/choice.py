@@ -32,7 +32,7 @@ text's own draft is certain: its tokens are a function of committed ones, and ma
 ``greedy`` and ``coupled`` nothing of this could reach the text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,12 +66,17 @@ class Chosen(NamedTuple):
     """Tokens of these that are likely kept."""
     reach: float = 1.0
     """Chance that all of these are."""
+    survival: tuple[float, ...] = ()
+    """Of the text's draft, as deep as it is."""
+    tail: int = 0
+    """Tokens of the text after the model's."""
+    tail_promised: float = 0.0
 
     def promised_with(self, alpha: float, model_depth: int) -> float:
         """Tokens that the round is expected to make, the target's own included; ``model_depth``: of them the model drafted."""
         if model_depth == 0:
             return 1.0 + self.promised
-        return 1.0 + self.head_promised + self.reach * (expected_tokens(alpha, model_depth) - 1.0)
+        return 1.0 + self.head_promised + self.reach * (expected_tokens(alpha, model_depth) - 1.0) + self.tail_promised
 
 
 NOT_CHOSEN = Chosen(0, 0.0, 0.0, is_first=False, is_held_back=False)
@@ -139,7 +144,7 @@ class TextChooser:
             gain = max(sum(text[:depth]) - depth * terms.position, 0.0)
             hybrid = best_hybrid(survival[: offer.extendable], worth, model, terms)
             is_held_back = self._is_held_back(offer, hybrid.gain - gain, terms)
-            chosen = Chosen(depth, gain, sum(survival[:depth]), depth > 0, is_held_back)
+            chosen = _of_text(survival[:depth], gain, is_held_back)
             is_text = gain >= hybrid.gain or is_held_back
             self._chosen[offer.request.request_id] = chosen if is_text else _with_model(chosen, hybrid, survival)
         return self._choices([offer for offer, _ in offers])
@@ -152,10 +157,34 @@ class TextChooser:
         for offer, model in zip(offers, models, strict=True):
             text = self.acceptance.survival(offer)[:fixed_depth]
             hybrid = longest_hybrid(text[: offer.extendable], model) if model else NO_HYBRID
-            chosen = Chosen(len(text), sum(text), sum(text), bool(text), is_held_back=False)
+            chosen = _of_text(text, sum(text), is_held_back=False)
             is_text = sum(text) >= hybrid.gain
             self._chosen[offer.request.request_id] = chosen if is_text else _with_model(chosen, hybrid, text)
         return self._choices(offers)
+
+    def num_verified(self, request_id: str) -> int:
+        """Tokens of the text that are verified in this round, if the model drafts as it is to."""
+        chosen = self.of(request_id)
+        return chosen.head or (chosen.depth if chosen.is_first else 0)
+
+    def trim(self, depths: Mapping[str, int]) -> None:
+        """No more than so many tokens of each text are verified in this round. A hybrid that begins with more is none."""
+        for request_id, depth in depths.items():
+            kept = self.of(request_id).survival[:depth]
+            chosen = self.of(request_id)._replace(depth=len(kept), promised=sum(kept), survival=kept)
+            if chosen.head > chosen.depth:
+                chosen = chosen._replace(head=0, head_promised=0.0, reach=1.0)
+            self._chosen[request_id] = chosen
+
+    def after_model(self, offer: TextOffer, worth: Sequence[float], drafted: int) -> list[float]:
+        """Worth of what the text offers after ``drafted`` tokens of the model, whose own positions are ``worth`` so much."""
+        if drafted == 0 or len(worth) < drafted:
+            return []
+        return [worth[drafted - 1] * chance for chance in self.acceptance.survival(offer)]
+
+    def continue_model(self, request_id: str, tail: Sequence[float]) -> None:
+        """The text goes on after the model's draft, with tokens of such survival."""
+        self._chosen[request_id] = self.of(request_id)._replace(tail=len(tail), tail_promised=sum(tail))
 
     def observe(self, request_id: str, match: int, share: float, kept: int, tested: int) -> None:
         """As `TextAcceptance.observe`."""
@@ -169,7 +198,7 @@ class TextChooser:
     def end_round(self, alpha: float, planned_rate: float, cost: RoundCost) -> None:
         """A round ended in which the model alone, with ``alpha``, was to make ``planned_rate`` tokens/s at ``cost``."""
         self.acceptance.end_round()
-        heads = (one.head if name in self._model_depths else one.depth for name, one in self._chosen.items())
+        heads = (one.head + one.tail if name in self._model_depths else one.depth for name, one in self._chosen.items())
         deepest, batch = max(self._model_depths.values(), default=0), max(len(self._chosen), 1)
         verified = len(self._chosen) + sum(heads) + sum(self._model_depths.values())
         seconds = cost.verify_time(batch, verified) + cost.time(batch, deepest) - cost.verify_time(batch, batch * (deepest + 1))
@@ -200,6 +229,11 @@ class TextChooser:
         forgone = self._forgone.get(offer.request.request_id, 0.0) + better
         self._forgone[offer.request.request_id] = forgone
         return forgone < terms.rate * (draft.time(offer.num_unread) - draft.time(1))
+
+
+def _of_text(survival: Sequence[float], gain: float, is_held_back: bool) -> Chosen:
+    depth = len(survival)
+    return Chosen(depth, gain, sum(survival), depth > 0, is_held_back, survival=tuple(survival))
 
 
 def _with_model(chosen: Chosen, hybrid: Hybrid, survival: Sequence[float]) -> Chosen:

@@ -213,12 +213,27 @@ class LanePolicy:
         if self._fixed_depth is not None or not any(depths.values()):
             return depths
         plan, alone = self._plan_later(batch_size, now_s), self._cost.alone
-        rate = self._prompts.rate(plan.overlap.throughput if plan.overlap else plan.sequential)
         if plan.overlap is not None:
-            rate, alone = rate * self._cost.target_slowdown, msgspec.structs.replace(alone, draft=None)
+            alone = msgspec.structs.replace(alone, draft=None)
         survivals = [plan.worths.get(request_id, ())[:depth] for request_id, depth in depths.items()]
-        slack = FIRST_TOKEN_DELAY * alone.target.time(len(depths) + num_prompt_tokens) if self.spares_first_tokens else math.inf
-        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_prompt_tokens, slack), strict=True))
+        num_beside = num_prompt_tokens + sum(self._texts.num_verified(request_id) for request_id in depths)
+        slack = self._slack(num_prompt_tokens + len(depths), num_beside - num_prompt_tokens)
+        rate = self._rate_beside_prompts(plan)
+        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_beside, slack), strict=True))
+
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """As `trim`, of what `text_choices` said to verify. It costs positions alone, and what it takes of the delay that
+        drafts may cause the model's do not get.
+        """
+        if self._fixed_depth is not None or not any(depths.values()):
+            return depths
+        plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
+        survivals = [self._texts.of(request_id).survival[:depth] for request_id, depth in depths.items()]
+        slack = self._slack(num_prompt_tokens + len(depths), 0)
+        rate = self._rate_beside_prompts(plan) * self._texts.factor
+        trimmed = allocate(survivals, rate, free, len(depths), num_prompt_tokens, slack)
+        self._texts.trim(dict(zip(depths, trimmed, strict=True)))
+        return {request_id: self._texts.of(request_id).depth for request_id in depths}
 
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
         """What to do with what the text itself offers to draft; asked before `depths`, for all requests that decode."""
@@ -235,6 +250,34 @@ class LanePolicy:
             for offer, worth in zip(offers, worths, strict=True)
         ]
         return self._texts.choose(list(zip(offers, worths, strict=True)), models, self._terms(plan, offers))
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """How much of the text to verify after the model's drafts: positions that pay if all before them is kept.
+
+        They cost no step of the model, so its draft stays as deep as it pays and the text goes on from there.
+        """
+        if self._fixed_depth is not None:
+            return [max(min(offer.length, self._fixed_depth - drafted), 0) for offer, drafted in offers]
+        plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
+        tails = [
+            self._texts.after_model(offer, plan.worths.get(offer.request.request_id, ())[:drafted], drafted)
+            for offer, drafted in offers
+        ]
+        others: list[Sequence[float]] = [()] * (plan.batch - len(offers))
+        slack = self._slack(plan.batch + num_prompt_tokens, num_drafted) if num_prompt_tokens else math.inf
+        rate = self._rate_beside_prompts(plan) if num_prompt_tokens else self._planned_rate(plan)
+        num_beside = num_prompt_tokens + num_drafted
+        depths = allocate([*tails, *others], rate * self._texts.factor, free, plan.effective_batch, num_beside, slack)
+        for (offer, _), tail, depth in zip(offers, tails, depths, strict=False):
+            self._texts.continue_model(offer.request.request_id, tail[:depth])
+        return depths[: len(offers)]
 
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Learn from an offer, used or not."""
@@ -392,6 +435,19 @@ class LanePolicy:
             **mode,
             "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason + self._texts.reason(),
         }
+
+    def _rate_beside_prompts(self, plan: LanePlan) -> float:
+        if plan.overlap is None:
+            return self._prompts.rate(plan.sequential)
+        return self._prompts.rate(plan.overlap.throughput) * self._cost.target_slowdown
+
+    def _slack(self, num_tokens: int, num_drafted: int) -> float:
+        """Seconds by which drafts may yet lengthen a forward over ``num_tokens`` tokens, when ``num_drafted`` are added."""
+        target = self._cost.alone.target
+        if not self.spares_first_tokens:
+            return math.inf
+        added_s = target.time(num_tokens + num_drafted) - target.time(num_tokens)
+        return max(FIRST_TOKEN_DELAY * target.time(num_tokens) - added_s, 0.0)
 
     @staticmethod
     def _planned_rate(plan: LanePlan) -> float:

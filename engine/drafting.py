@@ -17,8 +17,11 @@ sequential rounds.
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from engine.propose.beside import TextBeside
 from engine.propose.checks import is_valid_draft, known_reason
+from engine.propose.from_text import TextDraft
 from engine.scheduler import Plan, Planned, Scheduler
 from engine.types import (
     PrepareItem,
@@ -28,6 +31,8 @@ from engine.types import (
     ProposeItem,
     ProposeReply,
     ProposeRequest,
+    SparseProbs,
+    TextOffer,
     VerifyReply,
 )
 
@@ -64,15 +69,26 @@ class NoDrafts:
     reason: str
 
 
+class Tail(NamedTuple):
+    """What the text offers after the model's tokens of a draft."""
+
+    offer: TextDraft
+    depth: int
+    """Tokens of it that are verified."""
+
+
 @dataclass(slots=True)
 class Drafts:
     """The drafts of one round, and how they were come by."""
 
     proposals: dict[str, Proposal] = field(default_factory=dict)
-    from_text: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
     """By request, the leading tokens of its draft that are the text's; no entry where none is."""
-    held: set[str] = field(default_factory=set)
-    """Requests whose draft, but for its last token, the source still holds after the committed tokens."""
+    tails: dict[str, Tail] = field(default_factory=dict)
+    """By request, what the text offered after the model's draft."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Of asked requests, the tokens of the draft that the source holds after the committed ones: not its own last one, which
+    was never fed back, and none after that."""
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -117,6 +133,8 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
             _use_proposals(reply, asked, scheduler.info.vocab_size, drafts)
             scheduler.draft_was_told(released)
     _take_texts([item for item in plan.items if item.request.id not in drafts.proposals], drafts)
+    if scheduler.text is not None:
+        _continue(scheduler, scheduler.text, plan, drafts, now_s)
     return drafts
 
 
@@ -128,14 +146,55 @@ def _take_texts(items: list[Planned], drafts: Drafts) -> None:
         if item.text_depth > 0:
             tokens = item.text.tokens[: item.text_depth]
             drafts.proposals[item.request.id] = Proposal(sequence_id=item.request.id, tokens=tokens)
-            drafts.from_text[item.request.id] = len(tokens)
+            drafts.heads[item.request.id] = len(tokens)
+
+
+def _continue(scheduler: Scheduler, text: TextBeside, plan: Plan, drafts: Drafts, now_s: float) -> None:
+    """Let the text go on after the model's drafts, under every rule: what it offers, and how much of that is verified, follows
+    from the tokens before it, so it is a draft like any other, and certain of its tokens. Nothing that was drawn is dropped.
+    """
+    items = [item for item in plan.items if _may_be_continued(scheduler, item, drafts)]
+    if not items:
+        return
+    offers, tails = [], []
+    for item in items:
+        drafted = drafts.proposals[item.request.id].tokens
+        request = scheduler.depth_request(item.request, len(drafted))
+        tail = text.draft_after(item.request, drafted, request.room)
+        tails.append(tail)
+        offers.append((TextOffer(request, len(tail.tokens), tail.match, tail.share), len(drafted)))
+    num_drafted = sum(len(proposal.tokens) for proposal in drafts.proposals.values())
+    depths = scheduler.policy.continuations(offers, plan.num_prompt_tokens, num_drafted, plan.batch_size, now_s)
+    for item, tail, (_, length), depth in zip(items, tails, offers, depths, strict=True):
+        fitting = scheduler.fit_tail(plan, item, length, min(depth, len(tail.tokens)))
+        drafts.tails[item.request.id] = Tail(tail, fitting)
+        if fitting:
+            proposal = drafts.proposals[item.request.id]
+            drafts.proposals[item.request.id] = _before(proposal, tail.tokens[:fitting])
+
+
+def _may_be_continued(scheduler: Scheduler, item: Planned, drafts: Drafts) -> bool:
+    """Whether the model has drafted for the request, and no end of the answer."""
+    proposal = drafts.proposals.get(item.request.id)
+    if proposal is None or drafts.heads.get(item.request.id, 0) == len(proposal.tokens):
+        return False
+    return scheduler.num_before_end(item.request, proposal.tokens) == len(proposal.tokens)
+
+
+def _before(proposal: Proposal, tail: tuple[int, ...]) -> Proposal:
+    """The model's tokens and, after them, the text's as one draft."""
+    probs = None if proposal.probs is None else (*proposal.probs, *_certain(tail))
+    return Proposal(sequence_id=proposal.sequence_id, tokens=(*proposal.tokens, *tail), probs=probs)
+
+
+def _certain(tokens: tuple[int, ...]) -> tuple[SparseProbs, ...]:
+    """The q of tokens of the text: one-hot."""
+    return tuple(((token,), (1.0,)) for token in tokens)
 
 
 def _after(ahead: tuple[int, ...], proposal: Proposal) -> Proposal:
-    """The text's tokens and the model's as one draft. The text is certain of its own, so their q is one-hot."""
-    probs = proposal.probs
-    if probs is not None:
-        probs = (*(((token,), (1.0,)) for token in ahead), *probs)
+    """The text's tokens and the model's as one draft."""
+    probs = None if proposal.probs is None else (*_certain(ahead), *proposal.probs)
     return Proposal(sequence_id=proposal.sequence_id, tokens=(*ahead, *proposal.tokens), probs=probs)
 
 
@@ -250,8 +309,8 @@ def _use_proposals(reply: ProposeReply, asked: list[Planned], vocab_size: int, d
         elif proposal is not None:
             drafts.proposals[request.id] = _after(item.ahead, proposal) if item.extended else proposal
             if item.extended:
-                drafts.from_text[request.id] = item.extended
-            drafts.held.add(request.id)
+                drafts.heads[request.id] = item.extended
+            drafts.held[request.id] = item.extended + len(proposal.tokens) - 1
 
 
 def _problem(proposal: Proposal | None, item: Planned, vocab_size: int) -> str | None:
@@ -279,7 +338,7 @@ def prepare_next(scheduler: Scheduler, plan: Plan, drafts: Drafts, round_id: int
         if item is not None:
             items.append(item)
             scheduler.outcomes.expect(round_id, item)
-            drafts.held.discard(item.sequence_id)
+            drafts.held.pop(item.sequence_id, None)
             planned.request.draft_opened = True
     if not items:
         return None

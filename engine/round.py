@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from engine.drafting import Answer, Collect, Collected, Drafts, NoDrafts, Propose, gather_drafts, prepare_next
+from engine.drafting import Answer, Collect, Collected, Drafts, NoDrafts, Propose, Tail, gather_drafts, prepare_next
 from engine.request import Event, Request, State
 from engine.scheduler import Plan, Planned, Scheduler
 from engine.types import (
@@ -114,12 +114,18 @@ class _Settled:
     accepted: int = 0
     decoded: bool = False
     prefilled: int = 0
-    from_text: int = 0
-    """Leading tokens of the draft that are the text's."""
+    head: int = 0
+    """Tokens of the text that the draft began with."""
+    model: int = 0
+    """Tokens of the model after these; what is left of the draft is the text's again."""
 
     @property
-    def accepted_text(self) -> int:
-        return min(self.accepted, self.from_text)
+    def accepted_model(self) -> int:
+        return min(max(self.accepted - self.head, 0), self.model)
+
+    @property
+    def from_text(self) -> int:
+        return self.drafted - self.model
 
 
 def _settle(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict) -> _Settled:
@@ -172,17 +178,16 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
     if not was_decoding:
         request.apply(Event.CAUGHT_UP)
     drafted = len(proposal.tokens) if proposal else 0
-    from_text = found.from_text.get(request.id, 0)
+    head, tail = found.heads.get(request.id, 0), found.tails.get(request.id)
+    model = drafted - head - (tail.depth if tail is not None else 0)
     request.target_length = item.end + verdict.accepted
     if proposal is not None:
         if request.id in found.held and request.draft_length == item.end:
-            # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
-            request.draft_length += min(verdict.accepted, drafted - 1)
-        if drafted > from_text:
-            reached = verdict.accepted >= from_text
-            scheduler.policy.observe(request.id, drafted - from_text, max(verdict.accepted - from_text, 0), reached=reached)
-    if item.text.tokens:
-        scheduler.policy.observe_text(request.id, item.text, *_compare(item.text.tokens, verdict.tokens))
+            request.draft_length += min(verdict.accepted, found.held[request.id])
+        if model > 0:
+            kept = min(max(verdict.accepted - head, 0), model)
+            scheduler.policy.observe(request.id, model, kept, reached=verdict.accepted >= head)
+    _compare_texts(scheduler, item, verdict, head + model, tail)
     committed = request.commit(verdict.tokens, verdict.logprobs, scheduler.eos_token_ids)
     accepted = min(verdict.accepted, len(committed.tokens))
     request.num_rounds += 1
@@ -200,7 +205,16 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
         depth=drafted,
     )
     prefilled = 0 if was_decoding else item.end - item.start
-    return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=prefilled, from_text=from_text)
+    return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=prefilled, head=head, model=model)
+
+
+def _compare_texts(scheduler: Scheduler, item: Planned, verdict: Verdict, before: int, tail: Tail | None) -> None:
+    """Tell the policy what the text's offers were worth; that after the first ``before`` tokens only where these were kept."""
+    if item.text.tokens:
+        scheduler.policy.observe_text(item.request.id, item.text, *_compare(item.text.tokens, verdict.tokens))
+    if tail is not None and tail.offer.tokens and verdict.accepted >= before:
+        compared = _compare(tail.offer.tokens, verdict.tokens[before:])
+        scheduler.policy.observe_text(item.request.id, tail.offer, *compared)
 
 
 def _compare(offered: tuple[int, ...], committed: tuple[int, ...]) -> tuple[int, int]:
@@ -252,6 +266,7 @@ def _report(
         accepted_per_position=tuple(sum(s.accepted > j for s in settled) for j in range(deepest)),
         depths=tuple(s.drafted for s in settled if s.decoded),
         text_depths=tuple(s.from_text for s in settled if s.decoded) if scheduler.text is not None else (),
+        num_extended=sum(s.head for s in settled if s.model),
         sources=_sources(scheduler, settled, found),
         verify_time_s=answer.step_time_s,
         draft_time_s=found.draft_time_s,
@@ -268,11 +283,11 @@ def _report(
 
 
 def _sources(scheduler: Scheduler, settled: list[_Settled], found: Drafts) -> dict[str, SourceStep]:
-    """Each source counts the tokens that it made: of a hybrid draft the text the first, the model those after them."""
-    model = [(s.drafted - s.from_text, s.accepted - s.accepted_text) for s in settled]
+    """Each source counts the tokens that it made, of a draft that both made too."""
+    model = [(s.model, s.accepted_model) for s in settled]
     sources = {MODEL_SOURCE: _source(model, found.draft_time_s)}
     if scheduler.text is not None:
-        text = [(s.from_text, s.accepted_text) for s in settled]
+        text = [(s.from_text, s.accepted - s.accepted_model) for s in settled]
         sources[scheduler.text.name] = _source(text, scheduler.text.take_time_s())
     return sources
 

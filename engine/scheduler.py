@@ -36,6 +36,23 @@ class DepthPolicy(Protocol):
         `autoscale.choice`.
         """
 
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """As `trim`, of what `text_choices` said to verify of the texts; asked before the model's `depths`."""
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """How much of what the text offers after the model's drafts to verify after them: offers, each with the length of the
+        draft that it would go on. The round's forward has so many tokens of prompts and of drafts already.
+
+        It may look at all offers, but not at what the target would say; no draft is shortened or replaced for it.
+        """
+
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Tell how an offer compared with what was committed, used or not: ``kept`` of the first ``tested`` tokens agree."""
 
@@ -97,6 +114,21 @@ class FixedDepth:
         """What was found in the text is used, as many tokens of it as are drafted at all."""
         depths = (min(self.choose(offer.request.request_id), offer.length) for offer in offers)
         return [TextChoice(depth, depth > 0) for depth in depths]
+
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """All of it."""
+        return depths
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """Nothing: a draft is as deep as was fixed."""
+        return [0] * len(offers)
 
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Nothing to learn."""
@@ -176,11 +208,18 @@ class Plan:
 
     items: list[Planned] = field(default_factory=list)
     num_preempted: int = 0
+    spare_blocks: int = 0
+    """Of the KV cache, beyond what the requests and their drafts take."""
 
     @property
     def makes_first_tokens(self) -> bool:
         """Whether some request comes to the end of its prompt."""
         return any(item.sample and item.request.state is not State.DECODING for item in self.items)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the requests that do not decode yet."""
+        return sum(item.end - item.start for item in self.items if item.request.state is not State.DECODING)
 
     @property
     def batch_size(self) -> int:
@@ -310,6 +349,10 @@ class Scheduler:
             gone = frozenset(released)
             self.draft_released[:] = [request_id for request_id in self.draft_released if request_id not in gone]
 
+    def depth_request(self, request: Request, drafted: int) -> DepthRequest:
+        """A request that decodes, as the policy sees it after a draft of so many tokens."""
+        return DepthRequest(request.id, max(self.room(request) - drafted, 0), request.num_output)
+
     def plan(self, now_s: float, *, drafts: bool, prepares: bool = False, extends: bool = False) -> Plan:
         """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so all there is comes from the text.
 
@@ -379,19 +422,30 @@ class Scheduler:
         for item in decoding:
             item.text = text.draft(item.request, self.room(item.request))
             tokens, match, share = item.text
-            extendable = self._num_before_end(item) if extends else 0
+            extendable = self.num_before_end(item.request, item.text.tokens) if extends else 0
             unread = _num_unread(item.request)
             offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, unread, extendable))
         choices = self.policy.text_choices(offers, len(decoding), now_s, has_model=drafts)
         for item, choice in zip(decoding, choices, strict=True):
             item.text_depth, item.text_first = choice.depth, choice.is_first
-            item.extended = min(choice.extended, self._num_before_end(item)) if extends else 0
+            item.extended = min(choice.extended, self.num_before_end(item.request, item.text.tokens)) if extends else 0
+        self._trim_texts(plan, decoding, now_s)
 
-    def _num_before_end(self, item: Planned) -> int:
-        """Leading tokens of the text's draft before the first that ends the answer: nothing follows that one."""
-        params = item.request.params
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-        return next((place for place, token in enumerate(item.text.tokens) if token in ends), len(item.text.tokens))
+    def _trim_texts(self, plan: Plan, decoding: Sequence[Planned], now_s: float) -> None:
+        """What of the texts is verified beside the prompts of this round. A hybrid that begins with more goes with the rest."""
+        if plan.num_prompt_tokens == 0:
+            return
+        depths = {item.request.id: item.text_depth for item in decoding}
+        trimmed = self.policy.trim_texts(depths, plan.num_prompt_tokens, plan.batch_size, now_s)
+        for item in decoding:
+            item.text_depth = trimmed[item.request.id]
+            if item.extended > item.text_depth:
+                item.extended = 0
+
+    def num_before_end(self, request: Request, tokens: tuple[int, ...]) -> int:
+        """Leading tokens of a draft before the first that ends the answer: nothing follows that one."""
+        ends = {*request.params.stop_token_ids, *(() if request.params.ignore_eos else self.eos_token_ids)}
+        return next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
 
     def _fit_to_blocks(self, plan: Plan) -> None:
         """Cut the drafts that the KV cache has no blocks for. Whichever draft a request gets, the longer one fits."""
@@ -405,18 +459,26 @@ class Scheduler:
             item.depth = min(item.depth, depth - item.extended)
             if item.extended and item.depth <= 0:
                 item.drop_hybrid()
+        plan.spare_blocks = spare
+
+    def fit_tail(self, plan: Plan, item: Planned, drafted: int, tail: int) -> int:
+        """How many of ``tail`` more tokens the KV cache has blocks for after a draft; those are taken from the spare ones."""
+        held = self._blocks(len(item.request.ids) + 1 + max(item.most_drafted, drafted))
+        while tail and self._blocks(len(item.request.ids) + 1 + drafted + tail) - held > plan.spare_blocks:
+            tail -= 1
+        plan.spare_blocks -= max(self._blocks(len(item.request.ids) + 1 + drafted + tail) - held, 0)
+        return tail
 
     def _depth_request(self, item: Planned) -> DepthRequest:
         return DepthRequest(item.request.id, self._room_of(item), item.request.num_output)
 
     def _trimmed(self, plan: Plan, wanted: dict[str, int], now_s: float) -> Mapping[str, int]:
         """What of it is verified beside the prompts of this round. The next round may have none, so it is prepared in full."""
-        reading = [item for item in plan.items if item.request.state is not State.DECODING]
-        if not reading or len(reading) == len(plan.items):
-            return wanted
         decoding = [item for item in plan.items if item.request.state is State.DECODING]
+        if plan.num_prompt_tokens == 0 or not decoding:
+            return wanted
         depths = {item.request.id: self._depth(item, wanted[item.request.id]) for item in decoding}
-        return self.policy.trim(depths, sum(item.end - item.start for item in reading), plan.batch_size, now_s)
+        return self.policy.trim(depths, plan.num_prompt_tokens, plan.batch_size, now_s)
 
     def _room_of(self, item: Planned) -> int:
         """In this round, or, for a prompt, in the first one after it has a token."""

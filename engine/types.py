@@ -406,8 +406,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     depths: tuple[int, ...] = ()
     """Depth of each decoding request."""
     text_depths: tuple[int, ...] = ()
-    """The part of ``depths`` that came from the text beside a model; empty where there is no such source. Where it is less than
-    the depth and not 0, the model went on after the text's tokens."""
+    """The part of ``depths`` that came from the text beside a model; empty where there is no such source."""
+    num_extended: int = 0
+    """Tokens of the text that the model read and went on after."""
     sources: dict[str, SourceStep] = {}
     """By source: the text's under its own name, `MODEL_SOURCE` for the other."""
     verify_time_s: float = 0.0
@@ -439,8 +440,3 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         if not self.text_depths:
             return self.depths
         return tuple(depth - text for depth, text in zip(self.depths, self.text_depths, strict=True))
-
-    @property
-    def num_extended(self) -> int:
-        """Tokens of the text that the model went on after."""
-        return sum(text for text, model in zip(self.text_depths, self.model_depths, strict=False) if model)

@@ -372,3 +372,40 @@ def test_the_yield_counts_both_parts_of_a_hybrid():
     chosen = Chosen(3, 2.0, 2.4, is_first=True, is_held_back=False, head=2, head_promised=1.7, reach=0.8)
     assert chosen.promised_with(0.5, 0) == pytest.approx(3.4)
     assert chosen.promised_with(0.5, 2) == pytest.approx(1 + 1.7 + 0.8 * (0.5 + 0.25))
+
+
+# --- beside prompts ---------------------------------------------------------------------------------------------------------
+
+KNEE = ((1, 0.02), (64, 0.021), (80, 0.05), (256, 0.4))
+
+
+def test_texts_are_trimmed_beside_prompts():
+    """Bug guarded: positions that cost nothing alone are verified beside a prompt that fills the step, where each takes as long
+    as a token of the prompt and delays its first token; or what was trimmed still counts as promised."""
+    lane = learned(policy(target_step_times=KNEE), 0.9)
+    offers = [extendable(f"r{i}", length=8) for i in range(2)]
+    choices = lane.text_choices(offers, 2, 0.0, has_model=True)
+    depths = {one.request.request_id: choice.depth for one, choice in zip(offers, choices, strict=True)}
+    assert sum(depths.values()) >= 12
+    assert lane.trim_texts(depths, 8, 2, 0.0) == depths, "a short prompt leaves room in the step"
+    trimmed = lane.trim_texts(depths, 200, 2, 0.0)
+    assert sum(trimmed.values()) < sum(depths.values()) / 2
+    assert {name: lane._texts.of(name).depth for name in depths} == trimmed
+    assert all(lane._texts.of(name).promised <= depth for name, depth in trimmed.items())
+    fixed = policy(target_step_times=KNEE, fixed_depth=8)
+    assert fixed.trim_texts(depths, 200, 2, 0.0) == depths
+
+
+def test_text_and_model_share_the_delay_of_a_first_token():
+    """Bug guarded: each source lengthens a round that reads prompts by all that drafts may."""
+    step_times = ((1, 0.02), (64, 0.0326), (256, 0.0455))
+    lane = learned(policy(target_step_times=step_times, draft_step_times=CHEAP), 0.95, name="copies")
+    learned(lane, 0.02, name="writes")
+    copies, writes = extendable("copies", length=8), extendable("writes", length=8)
+    choices = lane.text_choices([copies, writes], 2, 0.0, has_model=True)
+    texts = lane.trim_texts({"copies": choices[0].depth, "writes": choices[1].depth}, 30, 2, 0.0)
+    depths = dict(zip(("copies", "writes"), lane.depths([copies.request, writes.request], 2, 0.0), strict=True))
+    trimmed = lane.trim(depths, 30, 2, 0.0)
+    assert choices[0].depth > texts["copies"] > 0
+    assert trimmed["writes"] < depths["writes"]
+    assert 2e-4 * (texts["copies"] + sum(trimmed.values())) <= 0.05 * (0.02 + 31 * 2e-4) + 1e-9

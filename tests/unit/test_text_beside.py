@@ -1,7 +1,7 @@
 """Rounds with two sources, a model and the text: whichever drafts, the target's text comes out, and each is counted apart."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -398,3 +398,26 @@ def test_a_text_that_is_not_known_is_read_again() -> None:
     source.release(("r",))
     drafted = [lane.step().report.num_drafted for _ in range(3)]
     assert drafted[0] == 0 < drafted[1]
+
+
+def test_texts_are_trimmed_only_beside_prompts() -> None:
+    """Bug guarded: a round without prompts is trimmed, or a hybrid keeps tokens of the text that were trimmed away."""
+    told: list[tuple[dict[str, int], int]] = []
+
+    class Trimming(Hybrids):
+        def trim_texts(
+            self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float
+        ) -> Mapping[str, int]:
+            told.append((dict(depths), num_prompt_tokens))
+            return dict.fromkeys(depths, 1)
+
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), Trimming(4))
+    lane.add(request("first", [1, 2, 3, 4, 5] * 3))
+    lane.step()
+    assert told == []
+    (alone,) = lane.scheduler.plan(0.0, drafts=True, extends=True).items
+    assert (alone.extended, alone.text_depth, told) == (2, 8, [])
+    lane.add(request("second", range(1, 11)))
+    beside, _ = lane.scheduler.plan(0.0, drafts=True, extends=True).items
+    assert told == [({"first": 8}, 10)]
+    assert (beside.extended, beside.depth, beside.text_depth) == (0, 0, 1)

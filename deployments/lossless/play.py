@@ -201,7 +201,8 @@ class _DraftHere:
 class ChosenDepth(FixedDepth):
     """A depth per request and round from a function of the request's id.
 
-    Beside a text source, where the model can go on after the text's tokens, it does after up to `MOST_EXTENDED` of them.
+    Beside a text source, where the model can go on after the text's tokens, it does after up to `MOST_EXTENDED` of them, and
+    the text goes on after the model's.
     """
 
     def __init__(self, choose: Callable[[str], int], fan_out: int = 0):
@@ -216,6 +217,17 @@ class ChosenDepth(FixedDepth):
         """As `FixedDepth`, and hybrid drafts."""
         alone = super().text_choices(offers, batch_size, now_s, has_model=has_model)
         return [choice._replace(extended=self._extended(offer)) for offer, choice in zip(offers, alone, strict=True)]
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """As many tokens as the function says once more."""
+        return [min(self.choose(offer.request.request_id), offer.length) for offer, _ in offers]
 
     def _extended(self, offer: TextOffer) -> int:
         return min(self.choose(offer.request.request_id) % (MOST_EXTENDED + 1), offer.extendable)

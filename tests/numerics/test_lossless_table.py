@@ -107,7 +107,7 @@ class RandomOverlap(RandomDepth):
 
 
 class RandomChoice(RandomOverlap):
-    """Besides, any part of what the text offers, before the model's draft, in its absence, or with the model's after it."""
+    """Besides, any part of what the text offers: before the model's draft, in its absence, or around it."""
 
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
         return [self._choice(offer) for offer in offers]
@@ -115,6 +115,16 @@ class RandomChoice(RandomOverlap):
     def _choice(self, offer: TextOffer) -> TextChoice:
         extended = self._random.randint(0, min(offer.extendable, 3)) if self._random.random() < 0.4 else 0
         return TextChoice(self._random.randint(0, offer.length), extended > 0 or self._random.random() < 0.4, extended)
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        return [self._random.randint(0, offer.length) for offer, _ in offers]
 
 
 class Recorded:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from msgspec.structs import replace
-from table_lane import BAD_DRAFT, DEPTH, GOOD_DRAFT, LEVEL, NUM_TEXTS, sample
+from table_lane import BAD_DRAFT, DEPTH, GOOD_DRAFT, LEVEL, NUM_TEXTS, VOCAB, sample
 
 from autoscale.lane_policy import LanePolicy
 from engine import drafting
@@ -57,6 +57,29 @@ class AnyHybrid(AnyChoice):
 
     def asked_depth(self, missed: Sequence[tuple[str, int]], batch_size: int, now_s: float) -> int:
         return DEPTH
+
+
+class Continued(FixedDepth):
+    """The model's draft, and after it the text's, where an odd number of tokens matched: as what was drawn has it."""
+
+    def __init__(self, depth: int, fan_out: int = 0) -> None:
+        super().__init__(depth, fan_out)
+        self.num_continued = 0
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(0, is_first=False)] * len(offers)
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        depths = [min(offer.length, offer.match % 2) for offer, _ in offers]
+        self.num_continued += sum(depth > 0 for depth in depths)
+        return depths
 
 
 class LastChoice(FixedDepth):
@@ -124,6 +147,43 @@ def test_hybrid_drafts_leave_the_targets_distribution(rule: str) -> None:
     assert sampled.p > LEVEL
     assert min(sampled.by_source.values()) > NUM_TEXTS / 2
     assert sampled.num_accepted > NUM_TEXTS
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fan_out", [0, 2])
+def test_drafts_that_the_text_goes_on_with_leave_the_targets_distribution(rule: str, fan_out: int) -> None:
+    """Bug guarded: a draft whose length follows from its own tokens is tested as if it had been drawn with that length, or the
+    text's last tokens as if the model had drawn them."""
+    policy = Continued(1, fan_out)
+    sampled = sample(rule, {"plain": {}}, TableModel(BAD_DRAFT), policy=policy, text=NgramSource())["plain"]
+    assert sampled.p > LEVEL
+    assert policy.num_continued > NUM_TEXTS / 4
+
+
+class Replacing(TableModel):
+    """A model that draws any token and drops its last one where it is one of the first two: the text goes on in its place."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(VOCAB, VOCAB))
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        reply = super().propose(request)
+        return replace(reply, proposals=tuple(map(self._shortened, reply.proposals)))
+
+    @staticmethod
+    def _shortened(proposal: Proposal) -> Proposal:
+        if len(proposal.tokens) < 2 or proposal.tokens[-1] >= 2:
+            return proposal
+        return replace(proposal, tokens=proposal.tokens[:-1], probs=proposal.probs and proposal.probs[:-1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_text_that_takes_the_place_of_what_was_drawn_is_found(rule: str) -> None:
+    """Bug guarded: the test above would pass too if a drawn token were dropped for the text's. Only ``coupled`` allows it."""
+    policy = Continued(DEPTH)
+    sampled = sample(rule, {"plain": {}}, Replacing(), policy=policy, text=NgramSource())["plain"]
+    assert (sampled.p > LEVEL) == (rule == "coupled")
+    assert policy.num_continued > NUM_TEXTS / 10
 
 
 def _with_the_models_q(ahead: tuple[int, ...], proposal: Proposal) -> Proposal:

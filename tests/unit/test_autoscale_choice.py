@@ -409,3 +409,41 @@ def test_text_and_model_share_the_delay_of_a_first_token():
     assert choices[0].depth > texts["copies"] > 0
     assert trimmed["writes"] < depths["writes"]
     assert 2e-4 * (texts["copies"] + sum(trimmed.values())) <= 0.05 * (0.02 + 31 * 2e-4) + 1e-9
+
+
+# --- the text goes on after the model ---------------------------------------------------------------------------------------
+
+
+def continued(lane, offers, drafted, num_prompt_tokens=0):
+    """Tokens of each offer after drafts of the model that are as deep as was chosen."""
+    pairs = list(zip(offers, drafted, strict=True))
+    return lane.continuations(pairs, num_prompt_tokens, sum(drafted), len(offers), 0.0)
+
+
+def test_the_text_goes_on_where_that_pays():
+    """Bug guarded: positions are spent on a bad match, or after a draft that is unlikely to be kept; a sure one is left out."""
+    lane = learned(policy(), 0.95, match=8)
+    ((_, depth),) = choose(lane, offer(length=0))
+    assert depth >= 2
+    sure, bad = offer(length=4), offer(length=4, match=1)
+    assert continued(lane, [sure], [depth]) == [4]
+    assert continued(learned(policy(), 0.05, match=1), [bad], [2]) == [0]
+    assert lane._texts.of("r").tail == 4
+    assert continued(lane, [sure], [9]) == [0], "nothing is known of a draft that nobody planned"
+    assert continued(lane, [sure], [0]) == [0]
+
+
+def test_what_goes_on_after_the_model_is_as_deep_as_a_fixed_depth():
+    """Bug guarded: a fixed depth is exceeded."""
+    lane = policy(fixed_depth=4)
+    assert continued(lane, [offer(length=6)], [4]) == [0]
+    assert continued(lane, [offer(length=6)], [1]) == [3]
+
+
+def test_the_text_does_not_go_on_where_that_delays_a_first_token():
+    """Bug guarded: what goes on after the model is not counted beside prompts."""
+    lane = learned(policy(target_step_times=KNEE, draft_step_times=CHEAP), 0.95, match=8)
+    ((_, depth),) = choose(lane, offer(length=0))
+    assert continued(lane, [offer(length=6)], [depth]) == [6]
+    assert continued(lane, [offer(length=6)], [depth], num_prompt_tokens=70)[0] < 6
+    assert Chosen(3, 2.0, 2.4, True, False, tail=2, tail_promised=1.2).promised_with(0.5, 1) == pytest.approx(2.7)

@@ -60,6 +60,16 @@ class AnyChoice(FixedDepth):
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
         return [self._choice(offer) for offer in offers]
 
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        return [self._random.randint(0, offer.length) for offer, _ in offers]
+
     def _choice(self, offer: TextOffer) -> TextChoice:
         extended = self._random.randint(1, offer.extendable) if offer.extendable and self._random.random() < 0.5 else 0
         return TextChoice(self._random.randint(0, offer.length), extended > 0 or self._random.random() < 0.5, extended)
@@ -77,6 +87,34 @@ class Hybrids(FixedDepth):
 
     def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
         self.heard.append((drafted, accepted, reached))
+
+
+class Continued(FixedDepth):
+    """The model's draft, and after it all that the text offers there."""
+
+    def __init__(self, depth: int, fan_out: int = 0):
+        super().__init__(depth, fan_out)
+        self.offers: list[tuple[TextOffer, int]] = []
+        self.told: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, int]] = []
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(0, is_first=False)] * len(offers)
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        self.offers += offers
+        self.sizes.append((num_prompt_tokens, num_drafted))
+        return [offer.length for offer, _ in offers]
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
+        self.told.append((kept, tested))
 
 
 class LastChoice(FixedDepth):
@@ -260,6 +298,75 @@ def test_nothing_goes_on_after_the_end_of_an_answer() -> None:
             assert all(item.ahead == () for one in source.requests for item in one.items)
         if policy._depth == 0:
             assert not source.requests
+
+
+# --- the text goes on after the model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fan_out", [0, 2])
+def test_the_text_goes_on_after_the_model(fan_out: int) -> None:
+    """Bug guarded: the text goes on after committed tokens in spite of the model's, its tokens count as the model's, or the
+    draft is believed to hold them."""
+    policy = Continued(3, fan_out)
+    source = Exacting(loop, loop)
+    outputs, sources = play(driver(source, policy), [request("r", [1, 2, 3, 4, 5] * 3, 60)])
+    assert outputs["r"] == expected([1, 2, 3, 4, 5] * 3, 60, loop)
+    assert {length for _, length in policy.offers} >= {3}
+    assert max(offer.length for offer, _ in policy.offers) == 5, "together as deep as a text may draft"
+    assert all(step.num_accepted == step.num_drafted > 0 for step in sources.values())
+    assert sources["ngram"].num_drafted > sources[MODEL_SOURCE].num_drafted
+
+
+@pytest.mark.parametrize(("wrong_from", "made"), [(17, [(1, 3, 1), (1, 5, 0)]), (21, [(1, 3, 3), (1, 5, 2)])])
+def test_the_text_after_the_model_is_counted_for_the_text(wrong_from: int, made: list[tuple[int, int, int]]) -> None:
+    """Bug guarded: what was kept of a draft of both is counted for the source that came first; an offer that was never tested
+    teaches something."""
+    policy = Continued(3)
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy, lambda ids: (wrong if len(ids) == wrong_from else loop)(ids))
+    lane.add(request("r", [1, 2, 3, 4, 5] * 3))
+    lane.step()
+    report = lane.step().report
+    assert [(step.num_requests, step.num_drafted, step.num_accepted) for step in report.sources.values()] == made
+    assert (report.depths, report.model_depths, report.num_extended) == ((8,), (3,), 0)
+    assert policy.sizes == [(0, 3)]
+    assert policy.told[1:] == ([(2, 3)] if wrong_from == 21 else [])
+
+
+def test_what_goes_on_after_the_model_fits_the_cache() -> None:
+    """Bug guarded: blocks are counted for what was planned, and the text that goes on after it overruns the target's cache."""
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), Continued(3), kv_capacity_tokens=96)
+    outputs, sources = play(lane, [request(str(i), [1, 2, 3, 4, 5] * 3, 16) for i in range(4)])
+    assert all(output == expected([1, 2, 3, 4, 5] * 3, 16, loop) for output in outputs.values())
+    assert sources["ngram"].num_drafted > 0
+
+
+def test_no_text_goes_on_after_nothing_or_an_end() -> None:
+    """Bug guarded: the text is looked up after an answer's end, or at depth 0, where nothing was drafted."""
+    policy = Continued(0)
+    play(driver(ScriptedDraft(loop, vocab_size=VOCAB), policy), [request("r", [1, 2, 3, 4, 5] * 3)])
+    assert not policy.offers
+    policy = Continued(5)
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(3,))
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy)
+    lane.add(GenerateRequest(request_id="r", prompt_ids=(1, 2, 3, 4, 5) * 3, params=params))
+    while lane.scheduler.running or lane.scheduler.waiting:
+        lane.step()
+    assert not policy.offers
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_looking_beyond_a_draft_teaches_the_text_nothing(name: str) -> None:
+    """Bug guarded: drafted tokens that the target refused stay in the index of a sequence, and are drafted for ever."""
+    ids = [1, 2, 3, 4, 5, 6] * 3
+    sources: list[TextSource] = [NgramSource() if name == "ngram" else SuffixSource() for _ in range(2)]
+    for source in sources:
+        _look_up(source, ids)
+    assert sources[0].look_after("s", (1, 2), 3).tokens == (3, 4, 5)
+    assert sources[0].look_after("s", (40, 41), 3) == TextDraft()
+    assert sources[0].look_after("s", (40, 41, 40), 3) == TextDraft()
+    assert sources[0].look_after("nobody", (1, 2), 3) == TextDraft()
+    more = ProposeItem(sequence_id="s", base_length=len(ids), tokens=(40,), depth=4)
+    assert sources[0].look_up(more) == sources[1].look_up(more)
 
 
 def test_what_goes_first_costs_the_model_nothing() -> None:

@@ -101,6 +101,7 @@ class TextChooser:
         self._yields: dict[str, _Yield] = {}
         self._num_first, self._num_offers = 0, 0
         """Of the last round."""
+        self._model_share = 1.0
         self._model_depths: dict[str, int] = {}
         """Of this round's drafts that came from the model."""
 
@@ -113,6 +114,11 @@ class TextChooser:
     def factor(self) -> float:
         """`yield_factor` of the requests that were offered something in this round; 1 where there is no text."""
         return self.yield_factor(self._chosen)
+
+    @property
+    def model_share(self) -> float:
+        """Of the last rounds' requests, those for which the model was to draft, alone or after the text; 1 without text."""
+        return self._model_share
 
     def reason(self) -> str:
         """How many requests were drafted for from their text in the last round; empty where there is no text."""
@@ -208,6 +214,9 @@ class TextChooser:
             one.planned = YIELD_DECAY * one.planned + planned_rate * seconds / batch
         self._num_first = sum(one.is_first for one in self._chosen.values())
         self._num_offers = len(self._chosen)
+        if self._chosen:
+            num_model = sum(one.head > 0 or not one.is_first for one in self._chosen.values())
+            self._model_share += (1 - YIELD_DECAY) * (num_model / len(self._chosen) - self._model_share)
         self._chosen.clear()
         self._model_depths.clear()
 

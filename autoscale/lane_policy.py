@@ -163,7 +163,8 @@ class LanePolicy:
 
         Asked beside the rounds, also while there is no draft: the modelled throughput with the best depth is compared with
         that of plain decoding, at the costs of the last draft. One that nobody has seen yet costs nothing. ``could_overlap``:
-        whether rounds would overlap if a draft were there. A fixed depth wants drafts always.
+        whether rounds would overlap if a draft were there. Requests that are drafted for from their text want no rows. A fixed
+        depth wants drafts always.
         """
         table = self._fresh_table(now_s)
         batch = max(batch_size, table.predicted_batch if table else 0.0, 1.0)
@@ -177,6 +178,7 @@ class LanePolicy:
             overlap = best_overlap(size, alpha, cost, laws, self._depths, self._fan_out)
             if overlap.depth > 0 and overlap.throughput > gain * plain:
                 gain, rows = overlap.throughput / plain, batch * max(overlap.num_rows, 1.0)
+        rows *= self._texts.model_share
         return (rows if gain > 1 else 0.0), (rows if gain > DEMAND_MARGIN else 0.0)
 
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:

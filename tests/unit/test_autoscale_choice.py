@@ -447,3 +447,19 @@ def test_the_text_does_not_go_on_where_that_delays_a_first_token():
     assert continued(lane, [offer(length=6)], [depth]) == [6]
     assert continued(lane, [offer(length=6)], [depth], num_prompt_tokens=70)[0] < 6
     assert Chosen(3, 2.0, 2.4, True, False, tail=2, tail_promised=1.2).promised_with(0.5, 1) == pytest.approx(2.7)
+
+
+def test_requests_that_are_drafted_for_from_their_text_want_no_draft():
+    """Bug guarded: replicas of the draft are started, or kept, for requests whose text serves them; or a request whose text has
+    nothing to offer wants no draft."""
+    lane = learned(policy(), 0.97)
+    wanted, _ = lane.draft_demand(8, False, 0.0)
+    assert wanted == 8
+    for _ in range(60):
+        choose(lane, offer("copies"), offer("writes", length=0))
+        lane.report(report([8, 2], [8, 0]), 0.0)
+    assert lane.draft_demand(8, False, 0.0)[0] == pytest.approx(4, abs=0.2)
+    for _ in range(60):
+        choose(lane, offer("copies", length=0), offer("writes", length=0), has_model=False)
+        lane.report(report([0, 0], [0, 0]), 0.0)
+    assert lane.draft_demand(8, False, 0.0)[0] == pytest.approx(8, abs=0.2)

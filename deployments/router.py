@@ -48,8 +48,8 @@ LEAVE_NOTICE_S = 2.0
 EXPECTED_ACCEPTANCE = {"self-int8": 0.88, "self-fp8": 0.88, "self-int4": 0.85, "layer-skip": 0.8}
 OTHER_ACCEPTANCE = 0.7
 """Per tested draft token, until a lane has seen its own: of the int8 copy's 84 to 98 % are accepted (README), of the int4
-copy's 93 % and of layer skipping's 73 to 90 % at temperature 0 (docs/log.md), less above it; float8, not measured, is taken to be
-as good as int8. A draft that is thought worse than it is may never be tried where its step costs half of the target's; models,
+copy's 93 % and of layer skipping's 73 to 90 % at temperature 0 (docs/log.md), less above it; float8 was not measured and counts
+as int8. A draft that is thought worse than it is may never be tried where its step costs half of the target's; models,
 with whatever vocabulary, and heads are cheaper, and may be anything.
 """
 

@@ -7,6 +7,7 @@ text's and the model's tokens, and b requests that share the draft's steps,
     model, asked for:          sum_j (s_j - Theta (dT/dn + T_draft(b) / b)) - Theta hop / b
     model, prepared:           sum_j (s_j - price)                 (`autoscale.overlap`: its steps hide behind the verify)
     text, then model:          G(j, k) of `autoscale.hybrid`, where the model can be asked to go on after the text's tokens
+    model, then text:          sum_j (s_K t_j - Theta dT/dn) beyond the model's K tokens, whatever they are
 
 each over as many leading tokens as make it largest. What is prepared follows committed tokens, not the text's: while rounds
 overlap a request gets one or the other. The text's draft costs positions of the verify only, so it may pay where
@@ -17,19 +18,22 @@ nothing there falls back on its text.
 **Theta.** Plans know what the model's drafts make, not what the text's add, which may be a multiple. So the planned rate is
 multiplied by tokens made per token planned, over the last rounds of the requests that are there: online, that is the iteration
 of Dinkelbach (1967), in which the best choice at one rate makes the next one. Drafts count as what was expected of them, at
-the cost that is modelled: so only the text moves the factor, and no luck or hiccup does.
+the cost that is modelled: so only the text moves the factor, and no luck or hiccup does. What the text adds after the model's
+drafts is left out: counted, it made as many tokens in replays, and fewer where a match was bad (docs/log.md).
 
 **Switching.** In sequential rounds the model has not read what was committed without it. A round with it would have to be
 better by what reading takes, or better again and again: what was forgone is added up, and once it comes to the reading, it is
 read (ski rental, at most twice the cost of who knows the future; Karlin et al. 1988). The prompt is no part of that: reading it
 pays over the whole output.
 
-**Exactness.** Everything here is known before the model's draft of the round is looked at: the text, after how much of it the
+**Exactness.** All of that is decided before the model's draft of the round is looked at: by the text, after how much of it the
 model goes on, lengths, counts of earlier rounds, and whether (not which) tokens are prepared. Under ``rejection`` and ``block``
 that is not a matter of taste: a draft that was drawn with q and then dropped, cut or replaced because of its tokens is no draft
-from q any more, and what is committed in its place is biased (test_wrong_rules_table.py and test_mixed_sources.py find it). A
-text's own draft is certain: its tokens are a function of committed ones, and may be looked at and cut as one likes. Under
-``greedy`` and ``coupled`` nothing of this could reach the text.
+from q any more, and what is committed in its place is biased (test_wrong_rules_table.py and test_mixed_sources.py find it). What
+may depend on tokens that were drawn is what comes after them: the text goes on as far as they let it, as every later token of a
+draft depends on the earlier ones. A text's own draft is certain: its tokens are a function of those before, and may be looked at
+and cut as one likes. Under ``greedy`` and ``coupled`` nothing of this could reach the text. Even so the text's token never takes
+the place of another one of the model's there: where they differ, the model is right (docs/log.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,15 +72,12 @@ class Chosen(NamedTuple):
     """Chance that all of these are."""
     survival: tuple[float, ...] = ()
     """Of the text's draft, as deep as it is."""
-    tail: int = 0
-    """Tokens of the text after the model's."""
-    tail_promised: float = 0.0
 
     def promised_with(self, alpha: float, model_depth: int) -> float:
         """Tokens that the round is expected to make, the target's own included; ``model_depth``: of them the model drafted."""
         if model_depth == 0:
             return 1.0 + self.promised
-        return 1.0 + self.head_promised + self.reach * (expected_tokens(alpha, model_depth) - 1.0) + self.tail_promised
+        return 1.0 + self.head_promised + self.reach * (expected_tokens(alpha, model_depth) - 1.0)
 
 
 NOT_CHOSEN = Chosen(0, 0.0, 0.0, is_first=False, is_held_back=False)
@@ -188,10 +189,6 @@ class TextChooser:
             return []
         return [worth[drafted - 1] * chance for chance in self.acceptance.survival(offer)]
 
-    def continue_model(self, request_id: str, tail: Sequence[float]) -> None:
-        """The text goes on after the model's draft, with tokens of such survival."""
-        self._chosen[request_id] = self.of(request_id)._replace(tail=len(tail), tail_promised=sum(tail))
-
     def observe(self, request_id: str, match: int, share: float, kept: int, tested: int) -> None:
         """As `TextAcceptance.observe`."""
         self.acceptance.observe(request_id, match, share, kept, tested)
@@ -204,7 +201,7 @@ class TextChooser:
     def end_round(self, alpha: float, planned_rate: float, cost: RoundCost) -> None:
         """A round ended in which the model alone, with ``alpha``, was to make ``planned_rate`` tokens/s at ``cost``."""
         self.acceptance.end_round()
-        heads = (one.head + one.tail if name in self._model_depths else one.depth for name, one in self._chosen.items())
+        heads = (one.head if name in self._model_depths else one.depth for name, one in self._chosen.items())
         deepest, batch = max(self._model_depths.values(), default=0), max(len(self._chosen), 1)
         verified = len(self._chosen) + sum(heads) + sum(self._model_depths.values())
         seconds = cost.verify_time(batch, verified) + cost.time(batch, deepest) - cost.verify_time(batch, batch * (deepest + 1))

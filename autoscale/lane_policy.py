@@ -58,7 +58,7 @@ class LanePolicy:
     is tried again after some hundred rounds.
 
     **Text.** Where a text source stands beside the model, each request gets the draft that promises more for what it costs: one
-    of either, or the text's tokens and after them the model's (`autoscale.choice`).
+    of either, or one of both, in either order (`autoscale.choice`).
     """
 
     overlaps: bool
@@ -277,8 +277,6 @@ class LanePolicy:
         rate = self._rate_beside_prompts(plan) if num_prompt_tokens else self._planned_rate(plan)
         num_beside = num_prompt_tokens + num_drafted
         depths = allocate([*tails, *others], rate * self._texts.factor, free, plan.effective_batch, num_beside, slack)
-        for (offer, _), tail, depth in zip(offers, tails, depths, strict=False):
-            self._texts.continue_model(offer.request.request_id, tail[:depth])
         return depths[: len(offers)]
 
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:

@@ -428,7 +428,6 @@ def test_the_text_goes_on_where_that_pays():
     sure, bad = offer(length=4), offer(length=4, match=1)
     assert continued(lane, [sure], [depth]) == [4]
     assert continued(learned(policy(), 0.05, match=1), [bad], [2]) == [0]
-    assert lane._texts.of("r").tail == 4
     assert continued(lane, [sure], [9]) == [0], "nothing is known of a draft that nobody planned"
     assert continued(lane, [sure], [0]) == [0]
 
@@ -446,7 +445,6 @@ def test_the_text_does_not_go_on_where_that_delays_a_first_token():
     ((_, depth),) = choose(lane, offer(length=0))
     assert continued(lane, [offer(length=6)], [depth]) == [6]
     assert continued(lane, [offer(length=6)], [depth], num_prompt_tokens=70)[0] < 6
-    assert Chosen(3, 2.0, 2.4, True, False, tail=2, tail_promised=1.2).promised_with(0.5, 1) == pytest.approx(2.7)
 
 
 def test_requests_that_are_drafted_for_from_their_text_want_no_draft():

@@ -10,8 +10,8 @@ looked up when the round was planned, and the policy has said of every request w
 draft is not even looked at, or is what is left where the model has drafted nothing, or is *extended*: the model is asked to go
 on after the text's first tokens, and both are verified as one draft. All of this is decided before a token of this round's
 model drafts is seen: under ``rejection`` and ``block`` a draft that is replaced for what it is would be a bias
-(`autoscale.choice`). What was prepared follows committed tokens, not the text's, so a hybrid draft is always asked for, in
-sequential rounds.
+(`autoscale.choice`). What was prepared follows committed tokens, not the text's, so a draft that begins with the text is always
+asked for, in sequential rounds. And once the model's drafts are there, the text may go on after them (`_continue`).
 """
 
 from collections import Counter

@@ -9,11 +9,11 @@ model's tokens, and b requests that share the draft's steps,
     text, then model:          G(j, k) of `autoscale.hybrid`, where the model can be asked to go on after the text's tokens
     model, then text:          sum_j (s_K t_j - Theta dT/dn) beyond the model's K tokens, once these are there
 
-each over as many leading tokens as make it largest. What is prepared follows committed tokens, not the text's, so in overlapped
-rounds the model does not go on after the text. The text's draft costs positions of the verify only, so it may pay where load has
-closed the model's. ``T_draft(b) / b`` is the least that a step can cost a request: whoever prefers its text even then is not
-asked for; what the model's steps really cost those that are left is for `autoscale.allocation` to say, and who gets nothing
-there falls back on its text.
+each over as many leading tokens as make it largest. What is prepared follows committed tokens, not the text's, so in
+overlapped rounds the model does not go on after the text. The text's draft costs positions of the verify only, so it may pay
+where load has closed the model's. ``T_draft(b) / b`` is the least that a step can cost a request: whoever prefers its text
+even then is not asked for; what the model's steps really cost those that are left is for `autoscale.allocation` to say, and
+who gets nothing there falls back on its text.
 
 **Theta.** Plans know what the model's drafts make, not what the text's add, which may be a multiple. So the planned rate is
 multiplied by tokens made per token planned, over the last rounds of the requests that are there: online, that is the iteration
@@ -28,8 +28,8 @@ pays over the whole output.
 
 **Exactness.** What is drafted, and how deep, is decided before the model's draft of the round is looked at: by the text, after
 how much of it the model goes on, lengths, counts of earlier rounds, and whether (not which) tokens are prepared. Under
-``rejection`` and ``block`` that is not a matter of taste: a draft that was drawn with q and then dropped, cut or replaced because
-of its tokens is no draft from q any more, and what is committed in its place is biased (test_wrong_rules_table.py and
+``rejection`` and ``block`` that is not a matter of taste: a draft that was drawn with q and then dropped, cut or replaced
+because of its tokens is no draft from q any more, and what is committed in its place is biased (test_wrong_rules_table.py and
 test_mixed_sources.py find it). Only what comes after the drawn tokens may depend on them, as each token of a draft depends on
 those before it: so the text may go on after the model, as far as the drawn tokens let it. A text's own draft is certain: its
 tokens are a function of those before, and may be looked at and cut as one likes. Under ``greedy`` and ``coupled`` nothing of

@@ -149,8 +149,7 @@ def test_hybrid_drafts_leave_the_targets_distribution(rule: str) -> None:
     assert sampled.num_accepted > NUM_TEXTS
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("fan_out", [0, 2])
+@pytest.mark.parametrize(("rule", "fan_out"), [("coupled", 0), ("rejection", 0), ("block", 0), ("block", 2)])
 def test_drafts_that_the_text_goes_on_with_leave_the_targets_distribution(rule: str, fan_out: int) -> None:
     """Bug guarded: a draft whose length follows from its own tokens is tested as if it had been drawn with that length, or the
     text's last tokens as if the model had drawn them."""
@@ -177,12 +176,12 @@ class Replacing(TableModel):
         return replace(proposal, tokens=proposal.tokens[:-1], probs=proposal.probs and proposal.probs[:-1])
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_text_that_takes_the_place_of_what_was_drawn_is_found(rule: str) -> None:
-    """Bug guarded: the test above would pass too if a drawn token were dropped for the text's. Only ``coupled`` allows it."""
+    """Bug guarded: the test above would pass too if a drawn token were dropped for the text's."""
     policy = Continued(DEPTH)
     sampled = sample(rule, {"plain": {}}, Replacing(), policy=policy, text=NgramSource())["plain"]
-    assert (sampled.p > LEVEL) == (rule == "coupled")
+    assert sampled.p < LEVEL
     assert policy.num_continued > NUM_TEXTS / 10
 
 
@@ -191,13 +190,13 @@ def _with_the_models_q(ahead: tuple[int, ...], proposal: Proposal) -> Proposal:
     return replace(proposal, tokens=(*ahead, *proposal.tokens), probs=probs)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_hybrid_with_the_wrong_q_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug guarded: the test above passes whatever q the text's tokens are said to have. Under ``coupled`` there is none."""
+    """Bug guarded: the test above passes whatever q the text's tokens are said to have."""
     monkeypatch.setattr(drafting, "_after", _with_the_models_q)
     source = TableModel(GOOD_DRAFT)
     sampled = sample(rule, {"plain": {}}, source, policy=AnyHybrid(), text=NgramSource(), length=HYBRID_LENGTH)["plain"]
-    assert (sampled.p > LEVEL) == (rule == "coupled")
+    assert sampled.p < LEVEL
 
 
 class TokenByToken(TableModel):

@@ -9,11 +9,12 @@ import msgspec
 from autoscale.acceptance import MAX_ALPHA, AcceptanceEstimator, Calibration
 from autoscale.allocation import allocate
 from autoscale.catch_up import CatchUp
-from autoscale.choice import Terms, TextChooser
+from autoscale.choice import Chosen, TextChooser
 from autoscale.context import ContextFit
 from autoscale.cost_model import DRAFT_WEIGHT, OverlapCost, RoundCost, StepCost
 from autoscale.depth import choose_depth
 from autoscale.hit_rate import HitLaws
+from autoscale.hybrid import Terms, after_text
 from autoscale.lane_plan import LanePlan
 from autoscale.overlap import Overlap, ask_gains, best_overlap, worth_waiting_s
 from autoscale.pace import Paces
@@ -56,8 +57,8 @@ class LanePolicy:
     Hits, step times and hops are learned from the rounds themselves; after overlap was left, what was learned fades, so that it
     is tried again after some hundred rounds.
 
-    **Text.** Where a text source stands beside the model, each request gets the draft that promises more for what it costs
-    (`autoscale.choice`).
+    **Text.** Where a text source stands beside the model, each request gets the draft that promises more for what it costs: one
+    of either, or one of both, in either order (`autoscale.choice`).
     """
 
     overlaps: bool
@@ -162,7 +163,8 @@ class LanePolicy:
 
         Asked beside the rounds, also while there is no draft: the modelled throughput with the best depth is compared with
         that of plain decoding, at the costs of the last draft. One that nobody has seen yet costs nothing. ``could_overlap``:
-        whether rounds would overlap if a draft were there. A fixed depth wants drafts always.
+        whether rounds would overlap if a draft were there. Requests that are drafted for from their text want no rows. A fixed
+        depth wants drafts always.
         """
         table = self._fresh_table(now_s)
         batch = max(batch_size, table.predicted_batch if table else 0.0, 1.0)
@@ -176,16 +178,18 @@ class LanePolicy:
             overlap = best_overlap(size, alpha, cost, laws, self._depths, self._fan_out)
             if overlap.depth > 0 and overlap.throughput > gain * plain:
                 gain, rows = overlap.throughput / plain, batch * max(overlap.num_rows, 1.0)
+        rows *= self._texts.model_share
         return (rows if gain > 1 else 0.0), (rows if gain > DEMAND_MARGIN else 0.0)
 
     def depths(self, requests: Sequence[DepthRequest], batch_size: int, now_s: float) -> list[int]:
         """Draft tokens that each request gets in this round, 0..room, when ``batch_size`` requests decode."""
+        chosen = [self._texts.of(request.request_id) for request in requests]
         if self._fixed_depth is not None:
-            return [max(0, min(self._fixed_depth, request.room)) for request in requests]
+            limits = (min(self._fixed_depth, request.room) for request in requests)
+            return [max(0, limit - one.head) for limit, one in zip(limits, chosen, strict=True)]
         if self._max_depth == 0:
             return [0] * len(requests)
         plan = self._plan_round(batch_size, now_s)
-        chosen = [self._texts.of(request.request_id) for request in requests]
         worths = [self._survival(request, plan, self._paces.worth(request, now_s)) for request in requests]
         if not plan.is_open:
             depths = [0] * len(requests)
@@ -193,7 +197,7 @@ class LanePolicy:
             price = plan.price * self._texts.factor
             depths = [choose_depth(worth, price, len(worth)) for worth in worths]
         else:
-            worths = [[] if one.is_first or one.is_held_back else worth for one, worth in zip(chosen, worths, strict=True)]
+            worths = [_after_choice(one, worth) for one, worth in zip(chosen, worths, strict=True)]
             depths = allocate(worths, plan.rate * self._texts.factor, self._cost.alone, plan.effective_batch)
         for index, request in enumerate(requests):
             if depths[index] == 0 and request.room > 0 and not chosen[index].is_first:
@@ -211,12 +215,27 @@ class LanePolicy:
         if self._fixed_depth is not None or not any(depths.values()):
             return depths
         plan, alone = self._plan_later(batch_size, now_s), self._cost.alone
-        rate = self._prompts.rate(plan.overlap.throughput if plan.overlap else plan.sequential)
         if plan.overlap is not None:
-            rate, alone = rate * self._cost.target_slowdown, msgspec.structs.replace(alone, draft=None)
+            alone = msgspec.structs.replace(alone, draft=None)
         survivals = [plan.worths.get(request_id, ())[:depth] for request_id, depth in depths.items()]
-        slack = FIRST_TOKEN_DELAY * alone.target.time(len(depths) + num_prompt_tokens) if self.spares_first_tokens else math.inf
-        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_prompt_tokens, slack), strict=True))
+        num_beside = num_prompt_tokens + sum(self._texts.num_verified(request_id) for request_id in depths)
+        slack = self._slack(num_prompt_tokens + len(depths), num_beside - num_prompt_tokens)
+        rate = self._rate_beside_prompts(plan)
+        return dict(zip(depths, allocate(survivals, rate, alone, len(depths), num_beside, slack), strict=True))
+
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """As `trim`, of what `text_choices` said to verify. It costs positions alone, and what it takes of the delay that
+        drafts may cause the model's do not get.
+        """
+        if self._fixed_depth is not None or not any(depths.values()):
+            return depths
+        plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
+        survivals = [self._texts.of(request_id).survival[:depth] for request_id, depth in depths.items()]
+        slack = self._slack(num_prompt_tokens + len(depths), 0)
+        rate = self._rate_beside_prompts(plan) * self._texts.factor
+        trimmed = allocate(survivals, rate, free, len(depths), num_prompt_tokens, slack)
+        self._texts.trim(dict(zip(depths, trimmed, strict=True)))
+        return {request_id: self._texts.of(request_id).depth for request_id in depths}
 
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
         """What to do with what the text itself offers to draft; asked before `depths`, for all requests that decode."""
@@ -233,6 +252,32 @@ class LanePolicy:
             for offer, worth in zip(offers, worths, strict=True)
         ]
         return self._texts.choose(list(zip(offers, worths, strict=True)), models, self._terms(plan, offers))
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """How much of the text to verify after the model's drafts: positions that pay if all before them is kept.
+
+        They cost no step of the model, so its draft stays as deep as it pays and the text goes on from there.
+        """
+        if self._fixed_depth is not None:
+            return [max(min(offer.length, self._fixed_depth - drafted), 0) for offer, drafted in offers]
+        plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
+        tails = [
+            self._texts.after_model(offer, plan.worths.get(offer.request.request_id, ())[:drafted], drafted)
+            for offer, drafted in offers
+        ]
+        others: list[Sequence[float]] = [()] * (plan.batch - len(offers))
+        slack = self._slack(plan.batch + num_prompt_tokens, num_drafted) if num_prompt_tokens else math.inf
+        rate = self._rate_beside_prompts(plan) if num_prompt_tokens else self._planned_rate(plan)
+        num_beside = num_prompt_tokens + num_drafted
+        depths = allocate([*tails, *others], rate * self._texts.factor, free, plan.effective_batch, num_beside, slack)
+        return depths[: len(offers)]
 
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Learn from an offer, used or not."""
@@ -292,13 +337,15 @@ class LanePolicy:
         """Drafts that cost no time delay nobody; a fixed depth is for measurements."""
         return self._fixed_depth is None and self._cost.alone.draft is not None
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Learn from a verified draft: after every round in which the request had one."""
-        self._acceptance.observe(request_id, drafted, accepted)
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
+        """Learn from a verified draft of the model: after every round in which the request had one."""
+        if reached:
+            self._acceptance.observe(request_id, drafted, accepted)
         if drafted > 0:
             self._drafted.add(request_id)
             self._texts.model_was_used(request_id, drafted)
-            self._probes.observe(request_id, accepted)
+            if reached:
+                self._probes.observe(request_id, accepted)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that ended."""
@@ -388,6 +435,19 @@ class LanePolicy:
             **mode,
             "reason": plan.reason(depth, self._cost.alone, self._gate.dwell_s) + mode_reason + self._texts.reason(),
         }
+
+    def _rate_beside_prompts(self, plan: LanePlan) -> float:
+        if plan.overlap is None:
+            return self._prompts.rate(plan.sequential)
+        return self._prompts.rate(plan.overlap.throughput) * self._cost.target_slowdown
+
+    def _slack(self, num_tokens: int, num_drafted: int) -> float:
+        """Seconds by which drafts may yet lengthen a forward over ``num_tokens`` tokens, when ``num_drafted`` are added."""
+        target = self._cost.alone.target
+        if not self.spares_first_tokens:
+            return math.inf
+        added_s = target.time(num_tokens + num_drafted) - target.time(num_tokens)
+        return max(FIRST_TOKEN_DELAY * target.time(num_tokens) - added_s, 0.0)
 
     @staticmethod
     def _planned_rate(plan: LanePlan) -> float:
@@ -563,7 +623,15 @@ class LanePolicy:
         rows = sum(depth > 0 for depth in report.model_depths)
         if rows == 0 or not self._drafted <= self._drafted_before:
             return draft
-        return draft.corrected(report.draft_time_s, max(report.model_depths) * draft.time(rows), DRAFT_WEIGHT)
+        explained_s = (max(report.model_depths) - 1) * draft.time(rows) + draft.time(rows + report.num_extended)
+        return draft.corrected(report.draft_time_s, explained_s, DRAFT_WEIGHT)
+
+
+def _after_choice(chosen: Chosen, worth: Sequence[float]) -> Sequence[float]:
+    """What the positions are worth for which a request's model may be asked in a sequential round."""
+    if chosen.head:
+        return after_text(worth, chosen.head, chosen.reach)
+    return [] if chosen.is_first or chosen.is_held_back else worth
 
 
 def _two_digits(batch: float) -> int:

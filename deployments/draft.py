@@ -52,6 +52,7 @@ class Draft:
             info=self._model.info,
             protocol=PROTOCOL_VERSION,
             prepares=self._model.prepares,
+            extends=self._model.extends,
             process_id=os.getpid(),
             process=read_facts(),
         )

@@ -132,6 +132,11 @@ class DraftPool:
         return any(replica.report.prepares for replica in self._replicas.values())
 
     @property
+    def extends(self) -> bool:
+        """Whether all replicas go on after tokens that another source drafted: a request may go to any of them."""
+        return all(replica.report.extends for replica in self._replicas.values())
+
+    @property
     def state(self) -> str:
         """ok, or what is wrong; it begins with "ok" while some replica can be asked."""
         notes = list(self._unfit)

@@ -59,6 +59,8 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the stream protocol that it speaks; 0 from a release that did not say."""
     prepares: bool = True
     """Whether its model can fork sequences, which preparing outcomes takes."""
+    extends: bool = False
+    """Whether it goes on after tokens that another source drafted; false from a release that did not know of that."""
     process_id: int = 0
     work: DraftWork = DraftWork()
     leaving: bool = False

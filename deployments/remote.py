@@ -102,6 +102,7 @@ class _WithoutReplicas:
     """A source that no process can be asked for, and that has nobody to prepare anything."""
 
     prepares = False
+    extends = False
 
     def prepare(self, request: PrepareRequest) -> None:
         """Never asked: ``prepares`` is false."""

@@ -7,16 +7,21 @@ asked for.
 
 Beside that source there may be a second one that needs nothing but the text (`engine.propose.beside`). What it offers was
 looked up when the round was planned, and the policy has said of every request whether it goes *first*, so that the model's
-draft is not even looked at, or is what is left where the model has drafted nothing. Both are decided before a token of this
-round's model drafts is seen: under ``rejection`` and ``block`` a draft that is replaced for what it is would be a bias
-(`autoscale.choice`).
+draft is not even looked at, or is what is left where the model has drafted nothing, or is *extended*: the model is asked to go
+on after the text's first tokens, and both are verified as one draft. All of this is decided before a token of this round's
+model drafts is seen: under ``rejection`` and ``block`` a draft that is replaced for what it is would be a bias
+(`autoscale.choice`). What was prepared follows committed tokens, not the text's, so a draft that begins with the text is always
+asked for, in sequential rounds. And once the model's drafts are there, the text may go on after them (`_continue`).
 """
 
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from engine.propose.beside import TextBeside
 from engine.propose.checks import is_valid_draft, known_reason
+from engine.propose.from_text import TextDraft
 from engine.scheduler import Plan, Planned, Scheduler
 from engine.types import (
     PrepareItem,
@@ -26,6 +31,8 @@ from engine.types import (
     ProposeItem,
     ProposeReply,
     ProposeRequest,
+    SparseProbs,
+    TextOffer,
     VerifyReply,
 )
 
@@ -62,15 +69,26 @@ class NoDrafts:
     reason: str
 
 
+class Tail(NamedTuple):
+    """What the text offers after the model's tokens of a draft."""
+
+    offer: TextDraft
+    depth: int
+    """Tokens of it that are verified."""
+
+
 @dataclass(slots=True)
 class Drafts:
     """The drafts of one round, and how they were come by."""
 
     proposals: dict[str, Proposal] = field(default_factory=dict)
-    from_text: set[str] = field(default_factory=set)
-    """Requests whose draft is that of the text."""
-    held: set[str] = field(default_factory=set)
-    """Requests whose draft, but for its last token, the source still holds after the committed tokens."""
+    heads: dict[str, int] = field(default_factory=dict)
+    """By request, the leading tokens of its draft that are the text's; no entry where none is."""
+    tails: dict[str, Tail] = field(default_factory=dict)
+    """By request, what the text offered after the model's draft."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Of asked requests, the tokens of the draft that the source holds after the committed ones: not its own last one, which
+    was never fed back, and none after that."""
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -89,8 +107,9 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
     What is not found leaves the request's depth at 0. The depths were planned before any of this was looked at.
     """
     drafts = Drafts()
-    _take_texts([item for item in plan.items if item.text_first], drafts)
-    speculating = [item for item in plan.items if item.depth > 0]
+    _take_texts([item for item in plan.items if item.text_first and item.depth == 0], drafts)
+    extending = [item for item in plan.items if item.extended > 0]
+    speculating = [item for item in plan.items if item.depth > 0 and item.extended == 0]
     if scheduler.outcomes.outstanding:
         num_expected = sum(scheduler.outcomes.awaits(item.request.id, item.request.ids) for item in speculating)
         waits = num_expected and not _is_urgent(scheduler, plan)
@@ -100,7 +119,7 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
             raise TypeError(f"a Collect must be answered by Collected, got {type(collected).__name__}")
         _store(scheduler, collected, drafts)
 
-    missed = _take_prepared(scheduler, speculating, drafts)
+    missed = _take_prepared(scheduler, speculating, drafts) + extending
     asked = _choose_asked(scheduler, plan, missed, drafts, now_s, prepares=prepares)
     if asked:
         released = tuple(scheduler.draft_released)
@@ -114,6 +133,8 @@ def gather_drafts(scheduler: Scheduler, plan: Plan, round_id: int, now_s: float,
             _use_proposals(reply, asked, scheduler.info.vocab_size, drafts)
             scheduler.draft_was_told(released)
     _take_texts([item for item in plan.items if item.request.id not in drafts.proposals], drafts)
+    if scheduler.text is not None:
+        _continue(scheduler, scheduler.text, plan, drafts, now_s)
     return drafts
 
 
@@ -125,7 +146,56 @@ def _take_texts(items: list[Planned], drafts: Drafts) -> None:
         if item.text_depth > 0:
             tokens = item.text.tokens[: item.text_depth]
             drafts.proposals[item.request.id] = Proposal(sequence_id=item.request.id, tokens=tokens)
-            drafts.from_text.add(item.request.id)
+            drafts.heads[item.request.id] = len(tokens)
+
+
+def _continue(scheduler: Scheduler, text: TextBeside, plan: Plan, drafts: Drafts, now_s: float) -> None:
+    """Let the text go on after the model's drafts, under every rule: what it offers, and how much of that is verified, follows
+    from the tokens before it, so it is a draft like any other, and certain of its tokens. Nothing that was drawn is dropped.
+    """
+    items = [item for item in plan.items if _may_be_continued(scheduler, item, drafts)]
+    if not items:
+        return
+    offers, tails = [], []
+    for item in items:
+        drafted = drafts.proposals[item.request.id].tokens
+        request = scheduler.depth_request(item.request, len(drafted))
+        tail = text.draft_after(item.request, drafted, request.room)
+        tails.append(tail)
+        offers.append((TextOffer(request, len(tail.tokens), tail.match, tail.share), len(drafted)))
+    num_drafted = sum(len(proposal.tokens) for proposal in drafts.proposals.values())
+    depths = scheduler.policy.continuations(offers, plan.num_prompt_tokens, num_drafted, plan.batch_size, now_s)
+    for item, tail, (_, length), depth in zip(items, tails, offers, depths, strict=True):
+        fitting = scheduler.fit_tail(plan, item, length, min(depth, len(tail.tokens)))
+        drafts.tails[item.request.id] = Tail(tail, fitting)
+        if fitting:
+            proposal = drafts.proposals[item.request.id]
+            drafts.proposals[item.request.id] = _before(proposal, tail.tokens[:fitting])
+
+
+def _may_be_continued(scheduler: Scheduler, item: Planned, drafts: Drafts) -> bool:
+    """Whether the model has drafted for the request, and no end of the answer."""
+    proposal = drafts.proposals.get(item.request.id)
+    if proposal is None or drafts.heads.get(item.request.id, 0) == len(proposal.tokens):
+        return False
+    return scheduler.num_before_end(item.request, proposal.tokens) == len(proposal.tokens)
+
+
+def _before(proposal: Proposal, tail: tuple[int, ...]) -> Proposal:
+    """The model's tokens and, after them, the text's as one draft."""
+    probs = None if proposal.probs is None else (*proposal.probs, *_certain(tail))
+    return Proposal(sequence_id=proposal.sequence_id, tokens=(*proposal.tokens, *tail), probs=probs)
+
+
+def _certain(tokens: tuple[int, ...]) -> tuple[SparseProbs, ...]:
+    """The q of tokens of the text: one-hot."""
+    return tuple(((token,), (1.0,)) for token in tokens)
+
+
+def _after(ahead: tuple[int, ...], proposal: Proposal) -> Proposal:
+    """The text's tokens and the model's as one draft."""
+    probs = None if proposal.probs is None else (*_certain(ahead), *proposal.probs)
+    return Proposal(sequence_id=proposal.sequence_id, tokens=(*ahead, *proposal.tokens), probs=probs)
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------------
@@ -220,6 +290,7 @@ def _propose_item(item: Planned) -> ProposeItem:
         tokens=tuple(request.ids[request.draft_length :]),
         depth=item.depth,
         context=request.context if request.draft_length == 0 else None,
+        ahead=item.ahead,
     )
 
 
@@ -236,8 +307,10 @@ def _use_proposals(reply: ProposeReply, asked: list[Planned], vocab_size: int, d
         if problem is not None:
             drafts.fallbacks[problem] += 1
         elif proposal is not None:
-            drafts.proposals[request.id] = proposal
-            drafts.held.add(request.id)
+            drafts.proposals[request.id] = _after(item.ahead, proposal) if item.extended else proposal
+            if item.extended:
+                drafts.heads[request.id] = item.extended
+            drafts.held[request.id] = item.extended + len(proposal.tokens) - 1
 
 
 def _problem(proposal: Proposal | None, item: Planned, vocab_size: int) -> str | None:
@@ -265,7 +338,7 @@ def prepare_next(scheduler: Scheduler, plan: Plan, drafts: Drafts, round_id: int
         if item is not None:
             items.append(item)
             scheduler.outcomes.expect(round_id, item)
-            drafts.held.discard(item.sequence_id)
+            drafts.held.pop(item.sequence_id, None)
             planned.request.draft_opened = True
     if not items:
         return None

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.drafting import Answer
 from engine.errors import OutriderError
-from engine.propose.base import DraftSource, OverlappedSource, can_prepare
+from engine.propose.base import DraftSource, OverlappedSource, can_extend, can_prepare
 from engine.request import LIVE, Event, Request
 from engine.round import Collect, Collected, NoDrafts, Propose, RoundResult, Steps, Verify, make_delta, play_round
 from engine.scheduler import Scheduler
@@ -88,8 +88,9 @@ class SyncDriver:
         now_s = self._clock()
         self._round_id += 1
         self._asking_s = 0.0
-        drafts, prepares = self.source is not None, can_prepare(self.source)
-        result = self._drive(play_round(self.scheduler, self._round_id, now_s, drafts=drafts, prepares=prepares))
+        drafts, prepares, extends = self.source is not None, can_prepare(self.source), can_extend(self.source)
+        steps = play_round(self.scheduler, self._round_id, now_s, drafts=drafts, prepares=prepares, extends=extends)
+        result = self._drive(steps)
         self.scheduler.policy.report(_timed(result.report, self._clock() - now_s, self._asking_s), now_s)
         return result
 
@@ -154,7 +155,11 @@ class RemoteDraft(Protocol):
 
     @property
     def prepares(self) -> bool:
-        """Whether it can work while the target verifies. If not, the other two methods are never called."""
+        """Whether it can work while the target verifies. If not, `prepare` and `collect` are never called."""
+
+    @property
+    def extends(self) -> bool:
+        """Whether it can go on after tokens that another source drafted, as `engine.propose.base.can_extend`."""
 
     def prepare(self, request: PrepareRequest) -> None:
         """Send `OverlappedSource.prepare` its request and return at once; what fails is an answer that never comes.
@@ -261,7 +266,9 @@ class AsyncDriver:
         self._round_id += 1
         self._asking_s = 0.0
         available, prepares = self._draft.available, self._draft.prepares and self.scheduler.policy.overlaps
-        result = await self._drive(play_round(self.scheduler, self._round_id, now_s, drafts=available, prepares=prepares))
+        extends = self._draft.extends
+        steps = play_round(self.scheduler, self._round_id, now_s, drafts=available, prepares=prepares, extends=extends)
+        result = await self._drive(steps)
         for delta in result.deltas:
             self._deliver(delta)
         self._learn(_timed(result.report, self._clock() - now_s, self._asking_s), now_s)

@@ -38,7 +38,7 @@ class SampledSequence:
     draft: tuple[int, ...] = ()
     draft_probs: tuple[SparseProbs, ...] | None = None
     num_drawn: int = 0
-    """While a draft is being made: how many tokens at the end of ``ids`` it has drawn since the last committed one."""
+    """While a draft is being made: how many tokens at the end of ``ids`` it has since the last committed one."""
 
     @property
     def num_rows(self) -> int:

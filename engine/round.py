@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from engine.drafting import Answer, Collect, Collected, Drafts, NoDrafts, Propose, gather_drafts, prepare_next
+from engine.drafting import Answer, Collect, Collected, Drafts, NoDrafts, Propose, Tail, gather_drafts, prepare_next
 from engine.request import Event, Request, State
 from engine.scheduler import Plan, Planned, Scheduler
 from engine.types import (
@@ -52,13 +52,15 @@ class RoundResult:
 Steps = Generator[Collect | Propose | Verify, Answer, RoundResult]
 
 
-def play_round(scheduler: Scheduler, round_id: int, now_s: float, *, drafts: bool, prepares: bool = False) -> Steps:
+def play_round(
+    scheduler: Scheduler, round_id: int, now_s: float, *, drafts: bool, prepares: bool = False, extends: bool = False
+) -> Steps:
     """Play one round over the requests of ``scheduler``. With ``drafts`` false nobody is asked for drafts.
 
-    ``prepares``: the source can work while the target verifies.
+    ``prepares``: the source can work while the target verifies. ``extends``: it can go on after tokens of the text.
     """
     prepares = drafts and prepares
-    plan = scheduler.plan(now_s, drafts=drafts, prepares=prepares)
+    plan = scheduler.plan(now_s, drafts=drafts, prepares=prepares, extends=extends)
     found = yield from gather_drafts(scheduler, plan, round_id, now_s, prepares=prepares)
     decoding = sum(item.request.state is State.DECODING for item in plan.items)
     if drafts and scheduler.info.max_draft_depth == 0 and decoding:
@@ -112,7 +114,18 @@ class _Settled:
     accepted: int = 0
     decoded: bool = False
     prefilled: int = 0
-    from_text: bool = False
+    head: int = 0
+    """Tokens of the text that the draft began with."""
+    model: int = 0
+    """Tokens of the model after these; what is left of the draft is the text's again."""
+
+    @property
+    def accepted_model(self) -> int:
+        return min(max(self.accepted - self.head, 0), self.model)
+
+    @property
+    def from_text(self) -> int:
+        return self.drafted - self.model
 
 
 def _settle(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict) -> _Settled:
@@ -165,16 +178,16 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
     if not was_decoding:
         request.apply(Event.CAUGHT_UP)
     drafted = len(proposal.tokens) if proposal else 0
-    from_text = request.id in found.from_text
+    head, tail = found.heads.get(request.id, 0), found.tails.get(request.id)
+    model = drafted - head - (tail.depth if tail is not None else 0)
     request.target_length = item.end + verdict.accepted
     if proposal is not None:
         if request.id in found.held and request.draft_length == item.end:
-            # The last draft token is never fed back to the draft, so it holds at most drafted - 1 of them.
-            request.draft_length += min(verdict.accepted, drafted - 1)
-        if not from_text:
-            scheduler.policy.observe(request.id, drafted, verdict.accepted)
-    if item.text.tokens:
-        scheduler.policy.observe_text(request.id, item.text, *_compare(item.text.tokens, verdict.tokens))
+            request.draft_length += min(verdict.accepted, found.held[request.id])
+        if model > 0:
+            kept = min(max(verdict.accepted - head, 0), model)
+            scheduler.policy.observe(request.id, model, kept, reached=verdict.accepted >= head)
+    _compare_texts(scheduler, item, verdict, head + model, tail)
     committed = request.commit(verdict.tokens, verdict.logprobs, scheduler.eos_token_ids)
     accepted = min(verdict.accepted, len(committed.tokens))
     request.num_rounds += 1
@@ -192,7 +205,16 @@ def _commit(scheduler: Scheduler, item: Planned, found: Drafts, verdict: Verdict
         depth=drafted,
     )
     prefilled = 0 if was_decoding else item.end - item.start
-    return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=prefilled, from_text=from_text)
+    return _Settled(delta, drafted, accepted, decoded=was_decoding, prefilled=prefilled, head=head, model=model)
+
+
+def _compare_texts(scheduler: Scheduler, item: Planned, verdict: Verdict, before: int, tail: Tail | None) -> None:
+    """Tell the policy what the text's offers were worth; that after the first ``before`` tokens only where these were kept."""
+    if item.text.tokens:
+        scheduler.policy.observe_text(item.request.id, item.text, *_compare(item.text.tokens, verdict.tokens))
+    if tail is not None and tail.offer.tokens and verdict.accepted >= before:
+        compared = _compare(tail.offer.tokens, verdict.tokens[before:])
+        scheduler.policy.observe_text(item.request.id, tail.offer, *compared)
 
 
 def _compare(offered: tuple[int, ...], committed: tuple[int, ...]) -> tuple[int, int]:
@@ -243,7 +265,8 @@ def _report(
         drafted_per_position=tuple(sum(s.drafted > j for s in settled) for j in range(deepest)),
         accepted_per_position=tuple(sum(s.accepted > j for s in settled) for j in range(deepest)),
         depths=tuple(s.drafted for s in settled if s.decoded),
-        text_depths=tuple(s.drafted * s.from_text for s in settled if s.decoded) if scheduler.text is not None else (),
+        text_depths=tuple(s.from_text for s in settled if s.decoded) if scheduler.text is not None else (),
+        num_extended=sum(s.head for s in settled if s.model),
         sources=_sources(scheduler, settled, found),
         verify_time_s=answer.step_time_s,
         draft_time_s=found.draft_time_s,
@@ -260,13 +283,16 @@ def _report(
 
 
 def _sources(scheduler: Scheduler, settled: list[_Settled], found: Drafts) -> dict[str, SourceStep]:
-    sources = {MODEL_SOURCE: _source([s for s in settled if not s.from_text], found.draft_time_s)}
+    """Each source counts the tokens that it made, of a draft that both made too."""
+    model = [(s.model, s.accepted_model) for s in settled]
+    sources = {MODEL_SOURCE: _source(model, found.draft_time_s)}
     if scheduler.text is not None:
-        sources[scheduler.text.name] = _source([s for s in settled if s.from_text], scheduler.text.take_time_s())
+        text = [(s.from_text, s.accepted - s.accepted_model) for s in settled]
+        sources[scheduler.text.name] = _source(text, scheduler.text.take_time_s())
     return sources
 
 
-def _source(settled: list[_Settled], time_s: float) -> SourceStep:
-    return SourceStep(
-        sum(s.drafted > 0 for s in settled), sum(s.drafted for s in settled), sum(s.accepted for s in settled), time_s
-    )
+def _source(counts: list[tuple[int, int]], time_s: float) -> SourceStep:
+    """Of (drafted, accepted) by request."""
+    drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    return SourceStep(sum(count > 0 for count, _ in counts), drafted, accepted, time_s)

@@ -36,6 +36,23 @@ class DepthPolicy(Protocol):
         `autoscale.choice`.
         """
 
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """As `trim`, of what `text_choices` said to verify of the texts; asked before the model's `depths`."""
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """How much of what the text offers after the model's drafts to verify after them: offers, each with the length of the
+        draft that it would go on. The round's forward has so many tokens of prompts and of drafts already.
+
+        It may look at all offers, but not at what the target would say; no draft is shortened or replaced for it.
+        """
+
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Tell how an offer compared with what was committed, used or not: ``kept`` of the first ``tested`` tokens agree."""
 
@@ -52,8 +69,10 @@ class DepthPolicy(Protocol):
     def spares_first_tokens(self) -> bool:
         """Whether a round that makes some request's first token waits for no draft: others' drafts would delay it."""
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Tell how a draft of this request fared."""
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
+        """Tell how the model's draft of this request fared. ``reached`` false: it followed tokens of the text that were not all
+        kept, so none of its own was tested.
+        """
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""
@@ -96,6 +115,21 @@ class FixedDepth:
         depths = (min(self.choose(offer.request.request_id), offer.length) for offer in offers)
         return [TextChoice(depth, depth > 0) for depth in depths]
 
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        """All of it."""
+        return depths
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """Nothing: a draft is as deep as was fixed."""
+        return [0] * len(offers)
+
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
         """Nothing to learn."""
 
@@ -114,7 +148,7 @@ class FixedDepth:
     spares_first_tokens = False
     """The depth is the same in every round."""
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
         """Nothing to learn."""
 
     def finished(self, request_id: str) -> None:
@@ -144,7 +178,23 @@ class Planned:
     text_depth: int = 0
     """Tokens of it that are verified where the model has drafted nothing."""
     text_first: bool = False
-    """Then the model's draft of this round is not looked at."""
+    """Then the model's draft of this round is not looked at, unless it goes on after the text's tokens."""
+    extended: int = 0
+    """Tokens of the text after which the model is asked for ``depth`` more; 0 = its draft is one of its own."""
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """The tokens of the text that the model is to go on after."""
+        return self.text.tokens[: self.extended]
+
+    @property
+    def most_drafted(self) -> int:
+        """Tokens of the longest draft that the request may get in this round."""
+        return max(self.text_depth, self.extended + self.depth)
+
+    def drop_hybrid(self) -> None:
+        """The text's own draft is left."""
+        self.depth = self.extended = 0
 
     @property
     def sample(self) -> bool:
@@ -158,11 +208,18 @@ class Plan:
 
     items: list[Planned] = field(default_factory=list)
     num_preempted: int = 0
+    spare_blocks: int = 0
+    """Of the KV cache, beyond what the requests and their drafts take."""
 
     @property
     def makes_first_tokens(self) -> bool:
         """Whether some request comes to the end of its prompt."""
         return any(item.sample and item.request.state is not State.DECODING for item in self.items)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the requests that do not decode yet."""
+        return sum(item.end - item.start for item in self.items if item.request.state is not State.DECODING)
 
     @property
     def batch_size(self) -> int:
@@ -292,10 +349,14 @@ class Scheduler:
             gone = frozenset(released)
             self.draft_released[:] = [request_id for request_id in self.draft_released if request_id not in gone]
 
-    def plan(self, now_s: float, *, drafts: bool, prepares: bool = False) -> Plan:
+    def depth_request(self, request: Request, drafted: int) -> DepthRequest:
+        """A request that decodes, as the policy sees it after a draft of so many tokens."""
+        return DepthRequest(request.id, max(self.room(request) - drafted, 0), request.num_output)
+
+    def plan(self, now_s: float, *, drafts: bool, prepares: bool = False, extends: bool = False) -> Plan:
         """Choose the next round. ``drafts`` false: no source of drafts can be asked now, so all there is comes from the text.
 
-        With ``prepares`` the source can work on the round after it meanwhile.
+        With ``prepares`` the source can work on the round after it meanwhile, with ``extends`` go on after the text's tokens.
         """
         plan = Plan()
         self._make_room(plan)
@@ -309,7 +370,7 @@ class Scheduler:
                 budget -= chunk
                 plan.items.append(Planned(request, request.target_length, request.target_length + chunk))
         if self.text is not None:
-            self._choose_texts(self.text, plan, now_s, drafts)
+            self._choose_texts(self.text, plan, now_s, drafts=drafts, extends=drafts and extends)
         if drafts:
             self._choose_depths(plan, now_s, prepares)
         self._fit_to_blocks(plan)
@@ -337,9 +398,19 @@ class Scheduler:
                 item.next_depth = depth
                 continue
             item.next_depth = max(min(depth, request.room - 1), 0)  # the round makes one token at least
-            item.depth = 0 if item.text_first else depths[request.request_id]
+            item.depth = self._depth(item, depths[request.request_id])
 
-    def _choose_texts(self, text: TextBeside, plan: Plan, now_s: float, drafts: bool) -> None:
+    def _depth(self, item: Planned, depth: int) -> int:
+        """Tokens that the model is asked for; a hybrid without any is none."""
+        if item.extended:
+            depth = min(depth, self.room(item.request) - item.extended)
+        elif item.text_first:
+            depth = 0
+        if depth <= 0:
+            item.extended = 0
+        return max(depth, 0)
+
+    def _choose_texts(self, text: TextBeside, plan: Plan, now_s: float, *, drafts: bool, extends: bool) -> None:
         """Look up what the texts offer, before anything of the model's is looked at; read on in prompts."""
         decoding = [item for item in plan.items if item.request.state is State.DECODING]
         for item in plan.items:
@@ -351,32 +422,63 @@ class Scheduler:
         for item in decoding:
             item.text = text.draft(item.request, self.room(item.request))
             tokens, match, share = item.text
-            offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, _num_unread(item.request)))
+            extendable = self.num_before_end(item.request, item.text.tokens) if extends else 0
+            unread = _num_unread(item.request)
+            offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, unread, extendable))
         choices = self.policy.text_choices(offers, len(decoding), now_s, has_model=drafts)
         for item, choice in zip(decoding, choices, strict=True):
             item.text_depth, item.text_first = choice.depth, choice.is_first
+            item.extended = min(choice.extended, self.num_before_end(item.request, item.text.tokens)) if extends else 0
+        self._trim_texts(plan, decoding, now_s)
+
+    def _trim_texts(self, plan: Plan, decoding: Sequence[Planned], now_s: float) -> None:
+        """What of the texts is verified beside the prompts of this round. A hybrid that begins with more goes with the rest."""
+        if plan.num_prompt_tokens == 0:
+            return
+        depths = {item.request.id: item.text_depth for item in decoding}
+        trimmed = self.policy.trim_texts(depths, plan.num_prompt_tokens, plan.batch_size, now_s)
+        for item in decoding:
+            item.text_depth = trimmed[item.request.id]
+            if item.extended > item.text_depth:
+                item.extended = 0
+
+    def num_before_end(self, request: Request, tokens: tuple[int, ...]) -> int:
+        """Leading tokens of a draft before the first that ends the answer: nothing follows that one."""
+        ends = {*request.params.stop_token_ids, *(() if request.params.ignore_eos else self.eos_token_ids)}
+        return next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
 
     def _fit_to_blocks(self, plan: Plan) -> None:
         """Cut the drafts that the KV cache has no blocks for. Whichever draft a request gets, the longer one fits."""
         spare = self._num_blocks - self._used_blocks()
         for item in plan.items:
-            depth, held = max(item.depth, item.text_depth), self._blocks(len(item.request.ids) + 1)
+            depth, held = item.most_drafted, self._blocks(len(item.request.ids) + 1)
             while depth and self._blocks(len(item.request.ids) + 1 + depth) - held > spare:
                 depth -= 1
             spare -= self._blocks(len(item.request.ids) + 1 + depth) - held
-            item.depth, item.text_depth = min(item.depth, depth), min(item.text_depth, depth)
+            item.text_depth = min(item.text_depth, depth)
+            item.depth = min(item.depth, depth - item.extended)
+            if item.extended and item.depth <= 0:
+                item.drop_hybrid()
+        plan.spare_blocks = spare
+
+    def fit_tail(self, plan: Plan, item: Planned, drafted: int, tail: int) -> int:
+        """How many of ``tail`` more tokens the KV cache has blocks for after a draft; those are taken from the spare ones."""
+        held = self._blocks(len(item.request.ids) + 1 + max(item.most_drafted, drafted))
+        while tail and self._blocks(len(item.request.ids) + 1 + drafted + tail) - held > plan.spare_blocks:
+            tail -= 1
+        plan.spare_blocks -= max(self._blocks(len(item.request.ids) + 1 + drafted + tail) - held, 0)
+        return tail
 
     def _depth_request(self, item: Planned) -> DepthRequest:
         return DepthRequest(item.request.id, self._room_of(item), item.request.num_output)
 
     def _trimmed(self, plan: Plan, wanted: dict[str, int], now_s: float) -> Mapping[str, int]:
         """What of it is verified beside the prompts of this round. The next round may have none, so it is prepared in full."""
-        reading = [item for item in plan.items if item.request.state is not State.DECODING]
-        if not reading or len(reading) == len(plan.items):
-            return wanted
         decoding = [item for item in plan.items if item.request.state is State.DECODING]
-        depths = {item.request.id: 0 if item.text_first else wanted[item.request.id] for item in decoding}
-        return self.policy.trim(depths, sum(item.end - item.start for item in reading), plan.batch_size, now_s)
+        if plan.num_prompt_tokens == 0 or not decoding:
+            return wanted
+        depths = {item.request.id: self._depth(item, wanted[item.request.id]) for item in decoding}
+        return self.policy.trim(depths, plan.num_prompt_tokens, plan.batch_size, now_s)
 
     def _room_of(self, item: Planned) -> int:
         """In this round, or, for a prompt, in the first one after it has a token."""

@@ -117,6 +117,10 @@ class ProposeItem(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     depth: int
     context: SequenceContext | None = None
+    ahead: tuple[int, ...] = ()
+    """Tokens that another source has drafted: the draft follows these. They are not committed, and the noise of what is drawn
+    after them is that of a draft which drew them itself. Sent only to a source that can go on after them
+    (`engine.propose.base.can_extend`)."""
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,6 +345,8 @@ class TextOffer(NamedTuple):
     """Of all that followed there, the share that the drafted tokens had: their geometric mean; 0 where nobody counts."""
     num_unread: int = 0
     """Committed tokens that the model's draft has not read, if it has read any."""
+    extendable: int = 0
+    """Leading tokens that the model could go on after, in this round; 0 = it cannot be told of them."""
 
 
 class TextChoice(NamedTuple):
@@ -350,13 +356,16 @@ class TextChoice(NamedTuple):
     """Leading tokens that are worth verifying."""
     is_first: bool
     """Whether they are used whatever the model has drafted; if not, only where it has drafted nothing."""
+    extended: int = 0
+    """Leading tokens after which the model is asked to go on: a hybrid draft, of so many of the text's and then the model's. If
+    the model gives nothing, the text's ``depth`` tokens are used."""
 
 
 class SourceStep(msgspec.Struct, frozen=True):
     """What drafts of one source came to, in one round or since a lane started."""
 
     num_requests: int = 0
-    """Requests (times rounds) whose draft it was."""
+    """Requests (times rounds) whose draft it was, or a part of it: each source counts its own tokens of a hybrid draft."""
     num_drafted: int = 0
     num_accepted: int = 0
     time_s: float = 0.0
@@ -398,6 +407,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Depth of each decoding request."""
     text_depths: tuple[int, ...] = ()
     """The part of ``depths`` that came from the text beside a model; empty where there is no such source."""
+    num_extended: int = 0
+    """Tokens of the text that the model read and went on after."""
     sources: dict[str, SourceStep] = {}
     """By source: the text's under its own name, `MODEL_SOURCE` for the other."""
     verify_time_s: float = 0.0

@@ -128,6 +128,19 @@ class _Kept:
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
         return [TextChoice(0, is_first=False)] * len(offers)  # jobs have no text
 
+    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
+        return depths
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        return [0] * len(offers)
+
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None: ...
 
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
@@ -142,7 +155,7 @@ class _Kept:
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
         return self.patience
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None: ...
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None: ...
 
     def finished(self, request_id: str) -> None: ...
 

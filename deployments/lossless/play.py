@@ -12,7 +12,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from engine.drivers import AsyncDriver, DraftUnavailable
-from engine.propose.base import DraftSource, OverlappedSource, can_prepare
+from engine.propose.base import DraftSource, OverlappedSource, can_extend, can_prepare
 from engine.propose.beside import TextBeside
 from engine.propose.from_text import TextSource
 from engine.scheduler import DepthPolicy, FixedDepth, Scheduler
@@ -32,6 +32,8 @@ from engine.types import (
     ProposeRequest,
     SparseProbs,
     StepReport,
+    TextChoice,
+    TextOffer,
     TokenLogprob,
     VerifyReply,
     VerifyRequest,
@@ -41,6 +43,8 @@ from engine.verify.base import TargetModel
 WHOLE_PREFILL = 1 << 30
 MOST_TEXT = 20
 """Tokens that a text drafts beside another source."""
+MOST_EXTENDED = 2
+"""Tokens of the text that the other source goes on after."""
 
 
 @dataclass(slots=True)
@@ -171,6 +175,7 @@ class _DraftHere:
         self._source = source
         self._prepared: list[PrepareReply] = []
         self.prepares = can_prepare(source)
+        self.extends = can_extend(source)
 
     @property
     def available(self) -> bool:
@@ -194,7 +199,11 @@ class _DraftHere:
 
 
 class ChosenDepth(FixedDepth):
-    """A depth per request and round from a function of the request's id."""
+    """A depth per request and round from a function of the request's id.
+
+    Beside a text source, where the model can go on after the text's tokens, it does after up to `MOST_EXTENDED` of them, and
+    the text goes on after the model's.
+    """
 
     def __init__(self, choose: Callable[[str], int], fan_out: int = 0):
         super().__init__(0, fan_out)
@@ -203,6 +212,25 @@ class ChosenDepth(FixedDepth):
     def choose(self, request_id: str) -> int:
         """As the function says."""
         return self._choose(request_id)
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        """As `FixedDepth`, and hybrid drafts."""
+        alone = super().text_choices(offers, batch_size, now_s, has_model=has_model)
+        return [choice._replace(extended=self._extended(offer)) for offer, choice in zip(offers, alone, strict=True)]
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        """As many tokens as the function says once more."""
+        return [min(self.choose(offer.request.request_id), offer.length) for offer, _ in offers]
+
+    def _extended(self, offer: TextOffer) -> int:
+        return min(self.choose(offer.request.request_id) % (MOST_EXTENDED + 1), offer.extendable)
 
 
 def random_depth(seed: int, most: int = 20, fan_out: int = 0) -> ChosenDepth:
@@ -288,6 +316,11 @@ class CrashingSource:
     def prepares(self) -> bool:
         """As the other source."""
         return can_prepare(self._source)
+
+    @property
+    def extends(self) -> bool:
+        """As the other source."""
+        return can_extend(self._source)
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`; raises `DraftUnavailable` in some rounds."""

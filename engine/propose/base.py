@@ -36,6 +36,11 @@ class OverlappedSource(DraftSource, Protocol):
         """
 
 
+def can_extend(source: DraftSource | None) -> bool:
+    """Whether a source can go on after what another one drafted (`ProposeItem.ahead`): one that says so by ``extends``."""
+    return bool(getattr(source, "extends", False))
+
+
 def can_prepare(source: DraftSource | None) -> TypeGuard[OverlappedSource]:
     """Whether a source can work while the target verifies. One that has the method may say no by a false ``prepares``."""
     return hasattr(source, "prepare") and bool(getattr(source, "prepares", True))

@@ -5,7 +5,7 @@ reads prompts along with the target, chunk by chunk, so that no round has a whol
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from engine.propose.from_text import NO_TEXT, TextDraft, TextSource
@@ -46,6 +46,13 @@ class TextBeside:
     def draft(self, request: Followable, room: int) -> TextDraft:
         """What may follow all of a request's tokens, at most ``room`` tokens: a function of committed tokens alone."""
         return self._look_up(request, len(request.ids), min(room, self._max_depth))
+
+    def draft_after(self, request: Followable, drafted: Sequence[int], room: int) -> TextDraft:
+        """What may follow a request's tokens, which `draft` has read, and those that another source has ``drafted``."""
+        started_s = time.perf_counter()
+        found = self._source.look_after(request.id, drafted, min(room, self._max_depth - len(drafted)))
+        self._time_s += time.perf_counter() - started_s
+        return found
 
     def release(self, request_ids: Collection[str]) -> None:
         """These requests ended."""

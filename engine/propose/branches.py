@@ -26,6 +26,8 @@ class Branch:
     tokens: list[int] = field(default_factory=list)
     probs: list[SparseProbs] = field(default_factory=list)
     is_finite: bool = True
+    num_ahead: int = 0
+    """Tokens of another source between the committed ones and the first of ``tokens``."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ def draw(
 ) -> list[Branch]:
     """Draft one token per branch from logits [N, V]. Returns the branches that go on."""
     sequences = [
-        SampledSequence(b.context.params, b.context.prompt_length, b.cached.ids, num_drawn=len(b.tokens)) for b in branches
+        SampledSequence(b.context.params, b.context.prompt_length, b.cached.ids, num_drawn=b.num_ahead + len(b.tokens))
+        for b in branches
     ]
     drawn = propose_tokens(logits, sequences, eos_token_ids, top_n)
     going_on: list[Branch] = []

@@ -119,13 +119,17 @@ class DraftModel:
         """Sizes, identity and step times, fixed after loading."""
         return self._info
 
+    extends = True
+    """It goes on after tokens that another source drafted: they are computed with the committed ones, and rolled back with what
+    is refused."""
+
     @property
     def prepares(self) -> bool:
         """Whether sequences can be forked, without which `prepare` only catches up: not on the stateful path."""
         return self._sequences.can_fork
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
-        """As `DraftSource.propose`.
+        """As `DraftSource.propose`; a draft that is to follow an item's ``ahead`` does.
 
         Tokens that are in the cache at the right place are not computed again: the answer to an earlier call may have come too
         late for the caller, who then repeats what the draft already knows.
@@ -265,7 +269,8 @@ class DraftModel:
             if self._prefix_cache:
                 self.model.cache.pool.announce(task.held.cached, committed)
             if committed:
-                chunks.append((task, Chunk(task.held.cached, (*committed, *ahead), len(ahead) + 1 if drafts else 0)))
+                num_logits = len(ahead) + 1 if isinstance(task.item, PrepareItem) else 1
+                chunks.append((task, Chunk(task.held.cached, (*committed, *ahead), num_logits if drafts else 0)))
         chunks.sort(key=lambda pair: isinstance(pair[0].item, PrepareItem))
         ready = [task for task, chunk in chunks if chunk.num_logits]
         return ready, self._forward([chunk for _, chunk in chunks]) if chunks else None
@@ -288,7 +293,8 @@ class DraftModel:
         """The first token of every proposal, and a fork for every outcome to prepare."""
         proposing = [task for task in ready if isinstance(task.item, ProposeItem)]
         for task in proposing:
-            task.branches.append(Branch(task.held.context, task.held.cached, task.item.depth))
+            branch = Branch(task.held.context, task.held.cached, task.item.depth, num_ahead=len(task.draft))
+            task.branches.append(branch)
         branches = self._draw([task.branches[0] for task in proposing], logits[: len(proposing)])
         return [*branches, *self._fork(ready[len(proposing) :], logits[len(proposing) :], in_use)]
 

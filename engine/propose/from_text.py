@@ -28,6 +28,9 @@ class TextIndex(Protocol):
     def draft(self, ids: Sequence[int], depth: int) -> TextDraft:
         """Up to ``depth`` tokens that may follow ``ids``, which begin with those of the call before."""
 
+    def draft_after(self, ids: Sequence[int], drafted: Sequence[int], depth: int) -> TextDraft:
+        """The same after ``ids``, those of the last call, and tokens that are only ``drafted``: nothing is learned of these."""
+
 
 @dataclass(slots=True)
 class Followed:
@@ -100,6 +103,11 @@ class TextSource(ABC):
         found = sequence.index.draft(sequence.ids, item.depth)
         sequence.draft = found.tokens
         return found
+
+    def look_after(self, sequence_id: str, drafted: Sequence[int], depth: int) -> TextDraft:
+        """What may follow the committed tokens of the last call and some that another source has drafted."""
+        sequence = self._sequences.get(sequence_id)
+        return NO_TEXT if sequence is None else sequence.index.draft_after(sequence.ids, drafted, depth)
 
     def _catch_up(self, sequence: Followed, item: ProposeItem) -> None:
         """Add the committed tokens. An index cannot forget, so one of another text is built anew: committed tokens are never

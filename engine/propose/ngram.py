@@ -43,6 +43,12 @@ class _Ngrams:
             for n in range(self._min_ngram, min(self._max_ngram, end) + 1):
                 self._followers[tuple(ids[end - n : end])] = end
         self._num_indexed = len(ids)
+        return self._look_up(ids, depth)
+
+    def draft_after(self, ids: Sequence[int], drafted: Sequence[int], depth: int) -> TextDraft:
+        return self._look_up([*ids, *drafted], depth)
+
+    def _look_up(self, ids: Sequence[int], depth: int) -> TextDraft:
         for n in range(min(self._max_ngram, len(ids)), self._min_ngram - 1, -1):
             start = self._followers.get(tuple(ids[len(ids) - n :]))
             if start is not None:

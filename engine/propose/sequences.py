@@ -75,7 +75,9 @@ class Sequences:
         elif task.committed > self._model.max_context:
             task.reason = "out_of_context"
         elif task.drafts and isinstance(item, PrepareItem):
-            task.draft = self._computable(item)
+            task.draft = self._computable(item.draft, task.committed)
+        elif task.drafts and isinstance(item, ProposeItem):
+            task.draft, task.reason = item.ahead, self._problem_ahead(item.ahead, task.committed)
         return task
 
     def _may_fork(self) -> bool:
@@ -87,11 +89,17 @@ class Sequences:
     def _is_known(self, token: int) -> bool:
         return 0 <= token < self._model.num_ids
 
-    def _computable(self, item: PrepareItem) -> tuple[int, ...]:
+    def _computable(self, draft: tuple[int, ...], committed: int) -> tuple[int, ...]:
         """The draft up to an id without an embedding, or the end of the context."""
-        draft = item.draft[: self._model.max_context - committed_length(item)]
+        draft = draft[: self._model.max_context - committed]
         unknown = (place for place, token in enumerate(draft) if not self._is_known(token))
         return draft[: next(unknown, None)]
+
+    def _problem_ahead(self, ahead: tuple[int, ...], committed: int) -> str | None:
+        """Why nothing can be drafted after these tokens."""
+        if committed + len(ahead) > self._model.max_context:
+            return "out_of_context"
+        return None if all(map(self._is_known, ahead)) else "unknown_token"
 
     def _roll_back(self, task: Task) -> tuple[int, ...]:
         """Keep what is cached of the committed tokens, and return the rest of them."""

@@ -102,7 +102,12 @@ class _Suffixes:
         for token in ids[self._num_indexed : end]:
             self._own.append(token)
         self._num_indexed = end
-        recent = ids[-MAX_CONTEXT:]
+        return self._look_up(ids[-MAX_CONTEXT:], depth)
+
+    def draft_after(self, ids: Sequence[int], drafted: Sequence[int], depth: int) -> TextDraft:
+        return self._look_up([*ids[-MAX_CONTEXT:], *drafted][-MAX_CONTEXT:], depth)
+
+    def _look_up(self, recent: Sequence[int], depth: int) -> TextDraft:
         best = self._own.draft(recent, depth)
         if self._shared is not None:
             best = better(best, self._shared.draft(recent, depth))

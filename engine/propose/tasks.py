@@ -28,7 +28,7 @@ class Task:
     pending: tuple[int, ...] = ()
     """Committed tokens that are not in the cache."""
     draft: tuple[int, ...] = ()
-    """Of what the target verifies, the tokens that can be computed here."""
+    """Of what the target verifies, the tokens that can be computed here; of a `ProposeItem`, those that its draft follows."""
     num_guesses: int = 0
     """Outcomes that were to be prepared."""
     branches: list[Branch] = field(default_factory=list)

@@ -214,6 +214,8 @@ class PacedDraft(_PacedModel):
     """As `DraftSource.name`."""
     prepares = True
     """As `DraftModel.prepares`."""
+    extends = True
+    """As `DraftModel.extends`."""
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """As `DraftSource.propose`."""
@@ -253,13 +255,14 @@ class PacedDraft(_PacedModel):
         if held is None:
             return Proposal(sequence_id=item.sequence_id, reason="need_context")
         committed = held.length
-        forwards.add(0, len(item.tokens), committed)
+        begin = committed + len(item.ahead)
+        forwards.add(0, len(item.tokens) + len(item.ahead), begin)
         for step in range(1, item.depth):
-            forwards.add(step, 1, committed + step)
-        held.length += max(item.depth - 1, 0)
+            forwards.add(step, 1, begin + step)
+        held.length = begin + max(item.depth - 1, 0)
         return Proposal(
             sequence_id=item.sequence_id,
-            tokens=self._drafted(held.context.params.seed, committed, item.depth),
+            tokens=self._drafted(held.context.params.seed, begin, item.depth),
             known_length=committed,
         )
 

@@ -157,6 +157,9 @@ class ScriptedDraft:
         self.requests: list[ProposeRequest] = []
         self.prepare_requests: list[PrepareRequest] = []
 
+    extends = True
+    """As `DraftModel.extends`."""
+
     @property
     def name(self) -> str:
         """As `DraftSource.name`."""
@@ -176,10 +179,9 @@ class ScriptedDraft:
             return Proposal(sequence_id=item.sequence_id, reason="need_context")
         known[item.base_length :] = item.tokens
         committed = len(known)
-        for _ in range(item.depth):
-            known.append(self.next_token(known))
-        tokens = tuple(known[committed:])
-        del known[committed + max(item.depth - 1, 0) :]
+        known += item.ahead
+        tokens = self._continued(known, item.depth)
+        del known[len(known) - min(item.depth, 1) :]
         return Proposal(sequence_id=item.sequence_id, tokens=tokens, known_length=committed)
 
     def prepare(self, request: PrepareRequest) -> PrepareReply:

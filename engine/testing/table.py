@@ -42,6 +42,9 @@ class TableModel:
         self._info = model_info(name="table", vocab_size=table.shape[1], eos_token_ids=eos_token_ids, **changes)
         self._held: dict[str, Held] = {}
 
+    extends = True
+    """As `DraftModel.extends`."""
+
     @property
     def name(self) -> str:
         """As `DraftSource.name`."""
@@ -129,7 +132,7 @@ class TableModel:
 
         held = [draft.held for draft in drafting if draft.held is not None]
         sequences = [
-            SampledSequence(h.context.params, h.context.prompt_length, h.ids, num_drawn=len(draft.tokens))
+            SampledSequence(h.context.params, h.context.prompt_length, h.ids, num_drawn=draft.num_ahead + len(draft.tokens))
             for draft, h in zip(drafting, held, strict=True)
             if h.context is not None
         ]
@@ -147,6 +150,8 @@ class TableModel:
         if held is None or len(held.ids) < item.base_length:
             return None
         held.ids[item.base_length :] = item.tokens
+        if isinstance(item, ProposeItem):
+            held.ids += item.ahead
         return held
 
 
@@ -156,6 +161,10 @@ class _Drafting:
     held: Held | None
     tokens: list[int] = field(default_factory=list)
     probs: list[SparseProbs] = field(default_factory=list)
+
+    @property
+    def num_ahead(self) -> int:
+        return len(self.item.ahead) if isinstance(self.item, ProposeItem) else 0
 
     def proposal(self) -> Proposal:
         """What was drawn. Like a KV cache, the sequence keeps all of it but the last token, which was never fed back."""

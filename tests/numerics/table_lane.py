@@ -87,9 +87,10 @@ def sample(
     num_texts: int = NUM_TEXTS,
     policy: DepthPolicy = FIXED_DEPTH,
     text: TextSource | None = None,
+    length: int = LENGTH,
 ) -> dict[str, Sampled]:
     """Play texts of distinct seeds, ``num_texts`` for each of the ``settings``, all mixed in one lane."""
-    kinds = {name: SamplingParams(rule=rule, max_tokens=LENGTH, **kind) for name, kind in settings.items()}  # type: ignore[arg-type]
+    kinds = {name: SamplingParams(rule=rule, max_tokens=length, **kind) for name, kind in settings.items()}  # type: ignore[arg-type]
     requests = [
         GenerateRequest(request_id=f"{name}/{seed}", prompt_ids=PROMPT, params=replace(params, seed=seed))
         for seed in range(FIRST_SEED, FIRST_SEED + num_texts)
@@ -110,7 +111,7 @@ def sample(
             texts[delta.request_id] += delta.token_ids
             if delta.finish_reason is not None:
                 ended[delta.request_id.split("/")[0]].append(delta)
-    joints = {name: exact_joint(target.tolist(), params, PROMPT, LENGTH) for name, params in kinds.items()}
+    joints = {name: exact_joint(target.tolist(), params, PROMPT, length) for name, params in kinds.items()}
     return {name: _judged(joints[name], texts, ended[name], hits, misses, by_source) for name in kinds}
 
 

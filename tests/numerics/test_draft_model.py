@@ -272,3 +272,56 @@ def test_the_int8_copy_is_close_to_the_model() -> None:
     tokens = [proposal.tokens for proposal in draft.propose(ProposeRequest(round_id=1, items=items)).proposals]
     agreement = sum(token == greedy_text(reference, prompt, 1) for token, prompt in zip(tokens, prompts, strict=True))
     assert agreement >= 12  # of 16; by chance it would be 0 or 1
+
+
+# --- after tokens of another source -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_goes_on_after_tokens_of_the_text(recorder: Recorder, temperature: float) -> None:
+    """Bug guarded: the draft follows the committed tokens in spite of what is ahead, reads that one token a step, or counts it
+    as committed."""
+    prompt, ahead, options = random_ids(20), tuple(random_ids(3)), {"temperature": temperature, "seed": 3}
+    plain = recorder.one(item("plain", 0, [*prompt, *ahead], 4, **options))
+    hybrid = recorder.one(msgspec.structs.replace(item("hybrid", 0, prompt, 4, **options), ahead=ahead))
+    assert hybrid.tokens == plain.tokens
+    assert hybrid.known_length == len(prompt)
+    assert recorder.computed == [len(prompt) + len(ahead), 1, 1, 1]
+
+
+def test_refused_tokens_of_the_text_leave_the_drafts_cache(recorder: Recorder) -> None:
+    """Bug guarded: the draft of a later round follows tokens of the text that the target refused, or computes again what it
+    kept."""
+    prompt, ahead = random_ids(20), tuple(random_ids(3))
+    hybrid = recorder.one(msgspec.structs.replace(item("s", 0, prompt, 4), ahead=ahead))
+    kept = [*prompt, *ahead, *hybrid.tokens[:2], 5]
+    drafted = recorder.one(item("s", len(prompt) + 5, kept[-1:], 3))
+    assert recorder.computed == [1, 1, 1]
+    assert drafted.tokens == greedy_text(recorder.reference, kept, 3)
+    refused = [*kept, 7]
+    again = msgspec.structs.replace(item("s", len(kept), [7], 3), ahead=(9, 11))
+    assert recorder.one(again).tokens == greedy_text(recorder.reference, [*refused, 9, 11], 3)
+    corrected = [*refused, 9, 12]
+    assert recorder.one(item("s", len(refused) + 1, [12], 3)).tokens == greedy_text(recorder.reference, corrected, 3)
+
+
+def test_what_is_drawn_after_the_text_has_the_noise_of_its_round(recorder: Recorder) -> None:
+    """Bug guarded: under the ratio rules a token after the text's is drawn with the noise of the round in which all before it
+    is committed: where the text's last token is refused, that round draws with it again."""
+    prompt, ahead = random_ids(20), tuple(random_ids(1))
+    options = {"temperature": 5.0, "rule": "block"}
+    later = [recorder.one(item(f"l{seed}", 0, [*prompt, *ahead], 1, seed=seed, **options)).tokens for seed in range(8)]
+    hybrid = [
+        recorder.one(msgspec.structs.replace(item(f"h{seed}", 0, prompt, 1, seed=seed, **options), ahead=ahead)).tokens
+        for seed in range(8)
+    ]
+    assert later != hybrid
+
+
+@pytest.mark.parametrize(("ahead", "reason"), [((VOCAB + 5,), "unknown_token"), ((3,) * 120, "out_of_context")])
+def test_text_that_the_draft_cannot_read_is_refused(recorder: Recorder, ahead: tuple[int, ...], reason: str) -> None:
+    """Bug guarded: an id without an embedding, or one beyond the context, breaks the batch of everybody."""
+    bad = msgspec.structs.replace(item("bad", 0, random_ids(20), 2), ahead=ahead)
+    refused, good = recorder.ask(bad, item("good", 0, random_ids(9), 2)).proposals
+    assert (refused.tokens, refused.reason) == ((), reason)
+    assert len(good.tokens) == 2

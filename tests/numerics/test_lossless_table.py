@@ -18,7 +18,7 @@ from table_lane import lane, table
 from torch import Tensor
 
 from engine.drivers import AsyncDriver, DraftUnavailable
-from engine.propose.base import DraftSource
+from engine.propose.base import DraftSource, can_extend
 from engine.propose.from_text import TextSource
 from engine.propose.ngram import NgramSource
 from engine.propose.outcomes import OutcomeCache, Taken
@@ -107,10 +107,24 @@ class RandomOverlap(RandomDepth):
 
 
 class RandomChoice(RandomOverlap):
-    """Besides, any part of what the text offers, before the model's draft or in its absence."""
+    """Besides, any part of what the text offers: before the model's draft, in its absence, or around it."""
 
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
-        return [TextChoice(self._random.randint(0, offer.length), self._random.random() < 0.4) for offer in offers]
+        return [self._choice(offer) for offer in offers]
+
+    def _choice(self, offer: TextOffer) -> TextChoice:
+        extended = self._random.randint(0, min(offer.extendable, 3)) if self._random.random() < 0.4 else 0
+        return TextChoice(self._random.randint(0, offer.length), extended > 0 or self._random.random() < 0.4, extended)
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        return [self._random.randint(0, offer.length) for offer, _ in offers]
 
 
 class Recorded:
@@ -128,6 +142,7 @@ class Recorded:
         self.by_source: Counter[str] = Counter()
         self.fallbacks: set[str] = set()
         self.num_accepted = 0
+        self.num_hybrids = 0
         self.num_preempted = 0
         self.hits: Counter[str] = Counter()
 
@@ -143,6 +158,7 @@ class Recorded:
             self.num_preempted += result.report.num_preempted
             self.hits.update(result.report.hits)
             self.by_source.update({name: step.num_accepted for name, step in result.report.sources.items()})
+            self.num_hybrids += result.report.num_extended > 0
             for delta in result.deltas:
                 deltas[delta.request_id].append(delta)
         return {name: _joined(parts) for name, parts in deltas.items()}
@@ -267,6 +283,7 @@ def test_the_text_does_not_depend_on_which_source_drafts(
     assert not recorded.fallbacks & {"need_context", "unexpected_answer"}
     assert min(recorded.by_source.values()) > 0 or source == "random"
     assert recorded.hits["recovery"] > 0 or source == "random"
+    assert recorded.num_hybrids > 0
 
 
 def test_a_cache_that_confuses_outcomes_changes_nothing(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +387,7 @@ class Crashing:
         self._random = random.Random(seed)
         self._answers: list[PrepareReply] = []
         self.prepares = hasattr(source, "prepare")
+        self.extends = can_extend(source)
         self.seen: set[str] = set()
 
     def prepare(self, request: PrepareRequest) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from table_lane import DEPTH, LEVEL, SETTINGS, sample
@@ -221,6 +222,20 @@ def test_a_draft_of_words_that_the_draft_lacks_is_prepared_for(pair: Pair) -> No
         row = plain_logits(pair.plain, text)[-1]
         order = sorted(pair.shared.to_draft, key=lambda i: -float(row[pair.shared.to_draft[i]]))
         assert outcome.token == next(i for i in order if i not in draft[accepted : accepted + 1] and i not in (2,))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_goes_on_after_words_that_it_lacks(pair: Pair, temperature: float) -> None:
+    """Bug guarded: tokens of the text that the draft spells in several of its own are left out, or stay after a refusal."""
+    prompt = random_text(random.Random(8), pair.target, 20)
+    lacking = [i for i in range(pair.target.vocab_size) if i not in pair.shared.to_draft and i not in pair.target.eos_token_ids]
+    known, ahead = context(prompt, temperature=temperature), (lacking[5], prompt[0], lacking[9])
+    (hybrid,) = pair.propose(msgspec.structs.replace(ask("a", prompt, 3, known), ahead=ahead))
+    assert hybrid.tokens == pair.drafted([*prompt, *ahead], known, 3)[0]
+    assert hybrid.known_length == len(prompt)
+    more = [ahead[0], prompt[2]]
+    (after,) = pair.propose(ask("a", more[1:], 3, known, len(prompt) + 1))
+    assert after.tokens == pair.drafted([*prompt, *more], known, 3)[0]
 
 
 def test_only_what_is_spelled_anew_is_computed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

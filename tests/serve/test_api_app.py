@@ -212,6 +212,7 @@ class Inside:
 
     available = True
     prepares = False
+    extends = False
 
     def __init__(self, model):
         self._model = model

@@ -83,8 +83,8 @@ class FakeModel:
         known = self._catch_up(item)
         if known is None:
             return Proposal(sequence_id=item.sequence_id, reason="need_context")
-        tokens = continued(known, item.depth)
-        self.sequences[item.sequence_id] = [*known, *tokens[:-1]]  # a draft holds its own tokens, but the last
+        tokens = continued([*known, *item.ahead], item.depth)
+        self.sequences[item.sequence_id] = [*known, *item.ahead, *tokens[:-1]]  # a draft holds its own tokens, but the last
         return Proposal(sequence_id=item.sequence_id, tokens=tokens, known_length=len(known))
 
     def _prepared(self, item: PrepareItem) -> Prepared:

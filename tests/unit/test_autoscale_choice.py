@@ -1,15 +1,21 @@
 """Which source drafts for a request: expected tokens against what they cost, learned from every committed token."""
 
 import random
+from itertools import accumulate
+from operator import mul
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from autoscale.choice import Terms, TextChooser, model_gain
+from autoscale.choice import Chosen, TextChooser
 from autoscale.cost_model import RoundCost
+from autoscale.hybrid import Hybrid, Terms, best_hybrid, longest_hybrid, model_gain
 from autoscale.lane_policy import LanePolicy
 from autoscale.text_acceptance import PRIOR_ALPHAS, TextAcceptance, confidence_class
 from engine.propose.from_text import TextDraft
-from engine.types import DepthRequest, SourceStep, StepReport, TextOffer
+from engine.types import DepthRequest, SourceStep, StepReport, TextChoice, TextOffer
 
 TARGET = tuple(zip((1, 2, 4, 8, 16, 32, 64), (0.022, 0.024, 0.025, 0.033, 0.044, 0.070, 0.120), strict=True))
 DRAFT = ((1, 0.011), (2, 0.012), (4, 0.013), (8, 0.016), (16, 0.020), (64, 0.060))
@@ -130,7 +136,7 @@ def test_the_draft_that_promises_more_for_its_cost_is_taken():
     assert not choice.is_first
     assert model >= 2
     ((choice, model),) = choose(policy(), offer(length=0))
-    assert choice == (0, False)
+    assert choice == TextChoice(0, is_first=False)
     assert model >= 2
 
 
@@ -169,12 +175,12 @@ def test_requests_of_one_batch_have_different_sources():
 def test_a_fixed_depth_takes_what_promises_more():
     """Bug guarded: a fixed depth switches the text off, or the model, or is exceeded."""
     ((choice, model),) = choose(learned(policy(fixed_depth=3), 0.97), offer())
-    assert choice == (3, True)
+    assert choice == TextChoice(3, is_first=True)
     assert model == 3
     ((choice, _),) = choose(learned(policy(fixed_depth=3), 0.2), offer())
-    assert choice == (3, False)
-    assert choose(policy(fixed_depth=0), offer())[0] == ((0, False), 0)
-    assert choose(policy(max_depth=0), offer())[0] == ((0, False), 0)
+    assert choice == TextChoice(3, is_first=False)
+    assert choose(policy(fixed_depth=0), offer())[0] == (TextChoice(0, is_first=False), 0)
+    assert choose(policy(max_depth=0), offer())[0] == (TextChoice(0, is_first=False), 0)
 
 
 def test_what_the_text_makes_raises_the_price_of_waiting():
@@ -266,3 +272,192 @@ def test_the_texts_drafts_do_not_count_as_the_models():
     assert report([4, 3, 0], [4, 0, 0]).model_depths == (0, 3, 0)
     assert report([4, 3]).model_depths == (4, 3)
     assert SourceStep(1, 2, 1, 0.5) + SourceStep(1, 4, 3, 0.25) == SourceStep(2, 6, 4, 0.75)
+
+
+# --- the text's tokens, and then the model's --------------------------------------------------------------------------------
+
+CHEAP = ((1, 0.004), (8, 0.006), (64, 0.03))
+SURVIVALS = st.lists(st.floats(0.05, 0.99), min_size=1, max_size=8).map(lambda alphas: list(accumulate(alphas, mul)))
+
+
+def extendable(name="r", length=3, match=8, unread=1):
+    return offer(name, length=length, match=match, unread=unread)._replace(extendable=length)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SURVIVALS, SURVIVALS, st.floats(1.0, 80.0), st.sampled_from([0.0, 0.004]), st.floats(0.2, 2.0))
+def test_a_hybrid_is_worth_at_least_either_source(text, model, rate, hop_s, worth):
+    """Bug guarded: a hybrid takes the place of a better draft of one source, or is deeper than any draft may be."""
+    terms = Terms(rate, RoundCost.measured(TARGET, DRAFT, hop_s), 1)
+    model = [worth * chance for chance in model]
+    best = best_hybrid(text, worth, model, terms)
+    alone = max(0.0, *(sum(worth * t - terms.position for t in text[:depth]) for depth in range(len(model))))
+    assert best.gain >= model_gain(model, terms)
+    assert 0 <= best.head < len(model)
+    if best.head:
+        head, reach = text[: best.head], text[best.head - 1]
+        gains = [
+            sum(worth * t - terms.position for t in head)
+            + sum(reach * s - terms.position - rate * terms.cost.draft_time(1) for s in model[:depth])
+            - rate * hop_s
+            - terms.reading(best.head)
+            for depth in range(1, len(model) - best.head + 1)
+        ]
+        assert best.gain == pytest.approx(max(gains))
+    else:
+        assert best == Hybrid(0, model_gain(model, terms))
+    longest = longest_hybrid(text, model)
+    assert longest.gain >= sum(model)
+    assert 0 <= longest.head < len(model)
+    assert max(best.gain, alone) >= alone
+
+
+def test_the_model_goes_on_where_a_sure_text_ends():
+    """Bug guarded: the model's steps are spent on tokens that the text has, or nothing follows them; a costly model goes on
+    wherever it can."""
+    assert choose(learned(policy(), 0.97), extendable())[0][0] == TextChoice(3, is_first=True)
+    lane = learned(policy(draft_step_times=CHEAP), 0.97)
+    ((choice, model),) = choose(lane, extendable())
+    assert choice == TextChoice(3, is_first=True, extended=3)
+    assert 1 <= model <= 5, "together they are as deep as any draft"
+    ((choice, model),) = choose(lane, extendable(length=8))
+    assert choice.extended == 0
+    assert model == 0, "a text that goes on needs no model"
+    ((choice, model),) = choose(learned(policy(draft_step_times=CHEAP), 0.1), extendable())
+    assert choice.extended == 0
+    assert model >= 2
+    assert choose(lane, extendable(), has_model=False)[0][0] == TextChoice(3, is_first=True)
+
+
+def test_overlapped_rounds_have_one_source_each():
+    """Bug guarded: a round that could use what was prepared waits for the model to go on after the text."""
+    lane = learned(policy(draft_step_times=((1, 0.003), (64, 0.006)), overlaps=True, fan_out=2), 0.97)
+    ((choice, _),) = choose(lane, extendable())
+    assert choice.extended == 0
+
+
+def test_a_hybrid_waits_for_a_model_that_would_have_to_read_too_much():
+    """Bug guarded: after a streak of the text's drafts the model reads all of it for the sake of one hybrid."""
+    lane = learned(policy(draft_step_times=CHEAP), 0.97)
+    ((choice, model),) = choose(lane, extendable(unread=60))
+    assert choice == TextChoice(3, is_first=True)
+    assert model == 0
+
+
+def test_a_fixed_depth_is_filled_up_by_the_model():
+    """Bug guarded: a short offer takes the place of a whole draft, or a hybrid is deeper than the depth that was set."""
+    ((choice, model),) = choose(learned(policy(fixed_depth=5), 0.97), extendable())
+    assert choice == TextChoice(3, is_first=True, extended=3)
+    assert model == 2
+
+
+def test_tokens_that_were_never_tested_teach_nothing_of_the_model():
+    """Bug guarded: the model's acceptance falls because the text before its tokens was refused; or its cost is not learned from
+    hybrid drafts, whose first step reads the text as well."""
+    lane = policy()
+    before, cost = lane.acceptance, lane.draft_step_times
+    for _ in range(3):
+        lane.observe("r", 3, 0, reached=False)
+        lane.report(msgspec.structs.replace(report([5], [2], verify_s=0.03), draft_time_s=0.5), 1.0)
+    assert lane.acceptance == before
+    assert lane.draft_step_times[0][1] > cost[0][1]
+    lane.observe("r", 3, 0)
+    lane.report(report([3], [0]), 1.0)
+    assert lane.acceptance < before
+
+
+def test_the_yield_counts_both_parts_of_a_hybrid():
+    """Bug guarded: what a hybrid makes is taken for what the text alone would have, or its model's tokens are counted whole
+    whatever the text's were likely to be."""
+    chosen = Chosen(3, 2.0, 2.4, is_first=True, is_held_back=False, head=2, head_promised=1.7, reach=0.8)
+    assert chosen.promised_with(0.5, 0) == pytest.approx(3.4)
+    assert chosen.promised_with(0.5, 2) == pytest.approx(1 + 1.7 + 0.8 * (0.5 + 0.25))
+
+
+# --- beside prompts ---------------------------------------------------------------------------------------------------------
+
+KNEE = ((1, 0.02), (64, 0.021), (80, 0.05), (256, 0.4))
+
+
+def test_texts_are_trimmed_beside_prompts():
+    """Bug guarded: positions that cost nothing alone are verified beside a prompt that fills the step, where each takes as long
+    as a token of the prompt and delays its first token; or what was trimmed still counts as promised."""
+    lane = learned(policy(target_step_times=KNEE), 0.9)
+    offers = [extendable(f"r{i}", length=8) for i in range(2)]
+    choices = lane.text_choices(offers, 2, 0.0, has_model=True)
+    depths = {one.request.request_id: choice.depth for one, choice in zip(offers, choices, strict=True)}
+    assert sum(depths.values()) >= 12
+    assert lane.trim_texts(depths, 8, 2, 0.0) == depths, "a short prompt leaves room in the step"
+    trimmed = lane.trim_texts(depths, 200, 2, 0.0)
+    assert sum(trimmed.values()) < sum(depths.values()) / 2
+    assert {name: lane._texts.of(name).depth for name in depths} == trimmed
+    assert all(lane._texts.of(name).promised <= depth for name, depth in trimmed.items())
+    fixed = policy(target_step_times=KNEE, fixed_depth=8)
+    assert fixed.trim_texts(depths, 200, 2, 0.0) == depths
+
+
+def test_text_and_model_share_the_delay_of_a_first_token():
+    """Bug guarded: each source lengthens a round that reads prompts by all that drafts may."""
+    step_times = ((1, 0.02), (64, 0.0326), (256, 0.0455))
+    lane = learned(policy(target_step_times=step_times, draft_step_times=CHEAP), 0.95, name="copies")
+    learned(lane, 0.02, name="writes")
+    copies, writes = extendable("copies", length=8), extendable("writes", length=8)
+    choices = lane.text_choices([copies, writes], 2, 0.0, has_model=True)
+    texts = lane.trim_texts({"copies": choices[0].depth, "writes": choices[1].depth}, 30, 2, 0.0)
+    depths = dict(zip(("copies", "writes"), lane.depths([copies.request, writes.request], 2, 0.0), strict=True))
+    trimmed = lane.trim(depths, 30, 2, 0.0)
+    assert choices[0].depth > texts["copies"] > 0
+    assert trimmed["writes"] < depths["writes"]
+    assert 2e-4 * (texts["copies"] + sum(trimmed.values())) <= 0.05 * (0.02 + 31 * 2e-4) + 1e-9
+
+
+# --- the text goes on after the model ---------------------------------------------------------------------------------------
+
+
+def continued(lane, offers, drafted, num_prompt_tokens=0):
+    """Tokens of each offer after drafts of the model that are as deep as was chosen."""
+    pairs = list(zip(offers, drafted, strict=True))
+    return lane.continuations(pairs, num_prompt_tokens, sum(drafted), len(offers), 0.0)
+
+
+def test_the_text_goes_on_where_that_pays():
+    """Bug guarded: positions are spent on a bad match, or after a draft that is unlikely to be kept; a sure one is left out."""
+    lane = learned(policy(), 0.95, match=8)
+    ((_, depth),) = choose(lane, offer(length=0))
+    assert depth >= 2
+    sure, bad = offer(length=4), offer(length=4, match=1)
+    assert continued(lane, [sure], [depth]) == [4]
+    assert continued(learned(policy(), 0.05, match=1), [bad], [2]) == [0]
+    assert continued(lane, [sure], [9]) == [0], "nothing is known of a draft that nobody planned"
+    assert continued(lane, [sure], [0]) == [0]
+
+
+def test_what_goes_on_after_the_model_is_as_deep_as_a_fixed_depth():
+    """Bug guarded: a fixed depth is exceeded."""
+    lane = policy(fixed_depth=4)
+    assert continued(lane, [offer(length=6)], [4]) == [0]
+    assert continued(lane, [offer(length=6)], [1]) == [3]
+
+
+def test_the_text_does_not_go_on_where_that_delays_a_first_token():
+    """Bug guarded: what goes on after the model is not counted beside prompts."""
+    lane = learned(policy(target_step_times=KNEE, draft_step_times=CHEAP), 0.95, match=8)
+    ((_, depth),) = choose(lane, offer(length=0))
+    assert continued(lane, [offer(length=6)], [depth]) == [6]
+    assert continued(lane, [offer(length=6)], [depth], num_prompt_tokens=70)[0] < 6
+
+
+def test_requests_that_are_drafted_for_from_their_text_want_no_draft():
+    """Bug guarded: replicas of the draft are started, or kept, for requests whose text serves them; or a request whose text has
+    nothing to offer wants no draft."""
+    lane = learned(policy(), 0.97)
+    wanted, _ = lane.draft_demand(8, False, 0.0)
+    assert wanted == 8
+    for _ in range(60):
+        choose(lane, offer("copies"), offer("writes", length=0))
+        lane.report(report([8, 2], [8, 0]), 0.0)
+    assert lane.draft_demand(8, False, 0.0)[0] == pytest.approx(4, abs=0.2)
+    for _ in range(60):
+        choose(lane, offer("copies", length=0), offer("writes", length=0), has_model=False)
+        lane.report(report([0, 0], [0, 0]), 0.0)
+    assert lane.draft_demand(8, False, 0.0)[0] == pytest.approx(8, abs=0.2)

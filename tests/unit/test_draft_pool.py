@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,9 +17,12 @@ from deployments.messages import DraftReport, Traffic
 from engine.calibrate import DRAFT_ROWS
 from engine.config import parse_config
 from engine.drivers import AsyncDriver
+from engine.propose.beside import TextBeside
+from engine.propose.ngram import NgramSource
 from engine.scheduler import FixedDepth, Scheduler
 from engine.testing import ScriptedTarget, model_info
 from engine.types import (
+    MODEL_SOURCE,
     GenerateRequest,
     Outcome,
     Prepared,
@@ -31,6 +34,8 @@ from engine.types import (
     ProposeRequest,
     SamplingParams,
     StepReport,
+    TextChoice,
+    TextOffer,
     VerifyReply,
     VerifyRequest,
 )
@@ -586,6 +591,16 @@ async def test_rounds_are_sequential_where_no_draft_can_fork(able: tuple[bool, .
     assert (await cluster.pool()).prepares is prepares
 
 
+@pytest.mark.parametrize(("able", "extends"), [((True, True), True), ((True, False), False)], ids=["all", "one is old"])
+async def test_all_drafts_must_know_how_to_go_on_after_a_text(able: tuple[bool, ...], extends: bool) -> None:
+    """Bug guarded: during an update a draft of an older release is asked to go on after tokens that it does not know of, and
+    drafts what stands in another place."""
+    cluster = FakeCluster()
+    for number, can in enumerate(able):
+        cluster.replicas[f"d{number}"] = FakeReplica(f"d{number}", extends=can)
+    assert (await cluster.pool()).extends is extends
+
+
 # --- calibration ------------------------------------------------------------------------------------------------------------
 
 
@@ -767,9 +782,18 @@ class RemoteTarget:
 class PooledLane:
     """An `AsyncDriver` over a pool, with a target whose steps leave the drafts time to work."""
 
-    def __init__(self, cluster: FakeCluster, pool: DraftPool, fan_out: int):
+    def __init__(
+        self,
+        cluster: FakeCluster,
+        pool: DraftPool,
+        fan_out: int,
+        policy: FixedDepth | None = None,
+        text: TextBeside | None = None,
+    ):
         self.target = RemoteTarget()
-        scheduler = Scheduler(self.target.model.info, FixedDepth(3, fan_out), max_batch=8, prefill_tokens=64, max_waiting=8)
+        policy = policy or FixedDepth(3, fan_out)
+        limits = {"max_batch": 8, "prefill_tokens": 64, "max_waiting": 8}
+        scheduler = Scheduler(self.target.model.info, policy, text=text, **limits)
         self.reports: list[StepReport] = []
         self.driver = AsyncDriver(self.target, pool, scheduler, None, self.reports.append, cluster.clock)
 
@@ -830,6 +854,31 @@ async def test_prepared_drafts_come_from_every_replica_without_a_wait() -> None:
     assert sum(report.num_asked for report in lane.reports) == 0
     sent = [message for replica in cluster.replicas.values() for _, message in replica.calls]
     assert all(isinstance(message, PrepareRequest) for message in sent)
+
+
+class Extending(FixedDepth):
+    """The text's first tokens, at most two, and then the model's."""
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(0, offer.extendable > 0, min(offer.extendable, 2)) for offer in offers]
+
+
+async def test_replicas_go_on_after_the_text() -> None:
+    """Bug guarded: what a replica is to go on after gets lost on its way, or stays there when the target has refused it: then
+    its next draft is wrong, which it never is after what was committed."""
+    cluster = FakeCluster("a", "b")
+    for replica in cluster.replicas.values():
+        replica.report = msgspec.structs.replace(replica.report, extends=True)
+    lane = PooledLane(cluster, await cluster.pool(), 0, Extending(3), TextBeside(NgramSource(), 8))
+    assert await lane.texts(REQUESTS) == TEXTS
+    refused, plain = 0, 0
+    for report in lane.reports:
+        refused += report.num_extended > 0 and report.sources["ngram"].num_accepted == 0
+        alone = [depth for depth, text in zip(report.depths, report.text_depths, strict=True) if text == 0]
+        assert report.sources[MODEL_SOURCE].num_accepted >= sum(alone)
+        plain += len(alone)
+    assert min(refused, plain) > 20
+    assert not lane.count("fallbacks")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class RemoteDraft:
     def __init__(self) -> None:
         self.model = ScriptedDraft(next_token)
         self.available = True
-        self.prepares = False
+        self.prepares = self.extends = False
         self.after: Callable[[ProposeReply], ProposeReply] = lambda reply: reply
         self.prepared: list[PrepareReply] = []
         self.patience_s: list[float] = []

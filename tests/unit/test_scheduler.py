@@ -74,7 +74,7 @@ class Recorder(FixedDepth):
         self.rooms += [request.room for request in requests]
         return super().depths(requests, batch_size, now_s)
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
         self.observed.append((request_id, drafted, accepted))
 
     def finished(self, request_id: str) -> None:

@@ -1,7 +1,7 @@
 """Rounds with two sources, a model and the text: whichever drafts, the target's text comes out, and each is counted apart."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from engine.types import (
     GenerateRequest,
     PrepareReply,
     PrepareRequest,
+    Proposal,
     ProposeItem,
     ProposeReply,
     ProposeRequest,
@@ -47,7 +48,7 @@ def sometimes(ids: Sequence[int]) -> int:
 
 
 class AnyChoice(FixedDepth):
-    """First, only where the model has nothing, or not at all, as `random.Random` decides."""
+    """First, only where the model has nothing, extended by the model, or not at all, as `random.Random` decides."""
 
     def __init__(self, depth: int, fan_out: int = 0, asks: bool = True, seed: int = 0):
         super().__init__(depth, fan_out, asks)
@@ -57,7 +58,63 @@ class AnyChoice(FixedDepth):
         return self._random.randint(0, self._depth)
 
     def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
-        return [TextChoice(self._random.randint(0, offer.length), self._random.random() < 0.5) for offer in offers]
+        return [self._choice(offer) for offer in offers]
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        return [self._random.randint(0, offer.length) for offer, _ in offers]
+
+    def _choice(self, offer: TextOffer) -> TextChoice:
+        extended = self._random.randint(1, offer.extendable) if offer.extendable and self._random.random() < 0.5 else 0
+        return TextChoice(self._random.randint(0, offer.length), extended > 0 or self._random.random() < 0.5, extended)
+
+
+class Hybrids(FixedDepth):
+    """The text's first tokens, at most two, and then the model's; hears how that went."""
+
+    def __init__(self, depth: int, fan_out: int = 0):
+        super().__init__(depth, fan_out)
+        self.heard: list[tuple[int, int, bool]] = []
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(offer.length, offer.length > 0, min(offer.extendable, 2)) for offer in offers]
+
+    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None:
+        self.heard.append((drafted, accepted, reached))
+
+
+class Continued(FixedDepth):
+    """The model's draft, and after it all that the text offers there."""
+
+    def __init__(self, depth: int, fan_out: int = 0):
+        super().__init__(depth, fan_out)
+        self.offers: list[tuple[TextOffer, int]] = []
+        self.told: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, int]] = []
+
+    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
+        return [TextChoice(0, is_first=False)] * len(offers)
+
+    def continuations(
+        self,
+        offers: Sequence[tuple[TextOffer, int]],
+        num_prompt_tokens: int,
+        num_drafted: int,
+        batch_size: int,
+        now_s: float,
+    ) -> list[int]:
+        self.offers += offers
+        self.sizes.append((num_prompt_tokens, num_drafted))
+        return [offer.length for offer, _ in offers]
+
+    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
+        self.told.append((kept, tested))
 
 
 class LastChoice(FixedDepth):
@@ -120,7 +177,8 @@ def play(lane: SyncDriver, requests: Sequence[GenerateRequest]) -> tuple[dict[st
         assert len(report.text_depths) == len(report.depths)
         assert sum(step.num_drafted for step in report.sources.values()) == report.num_drafted
         assert sum(step.num_accepted for step in report.sources.values()) == report.num_accepted
-        assert all(0 in pair for pair in zip(report.text_depths, report.model_depths, strict=True)), "one source per round"
+        assert all(0 <= text <= depth for text, depth in zip(report.text_depths, report.depths, strict=True))
+        assert sum(report.text_depths) == sum(step.num_drafted for name, step in report.sources.items() if name != MODEL_SOURCE)
         for delta in result.deltas:
             outputs[delta.request_id] += delta.token_ids
     return outputs, sources
@@ -152,6 +210,163 @@ def test_mixed_sources_do_not_change_the_text(
     lane = driver(source, AnyChoice(depth, fan_out, asks), sometimes, text)
     outputs, _ = play(lane, requests)
     assert outputs == {str(i): expected(prompt, count, sometimes) for i, (prompt, count) in enumerate(prompts)}
+
+
+class Exacting(ScriptedDraft):
+    """A draft that holds a KV cache of what it read, and finds out whether that is the text it is asked about."""
+
+    def __init__(self, drafted: NextToken, said: NextToken):
+        super().__init__(drafted, vocab_size=VOCAB)
+        self._said = said
+        self.num_rolled_back = 0
+
+    def _proposal(self, item: ProposeItem) -> Proposal:
+        held = self.sequences.get(item.sequence_id, [])
+        self.num_rolled_back += len(held) > item.base_length
+        proposal = super()._proposal(item)
+        committed = self.sequences[item.sequence_id][: item.base_length + len(item.tokens)]
+        assert proposal.known_length == len(committed), "tokens of the text are no committed ones"
+        assert all(self._said(committed[:end]) == committed[end] for end in range(PROMPT_LENGTH, len(committed)))
+        return proposal
+
+
+PROMPT_LENGTH = 15
+
+
+@pytest.mark.parametrize(("drafted", "rule"), [(loop, sometimes), (wrong, loop), (sometimes, sometimes)])
+def test_a_draft_that_followed_the_text_is_rolled_back(drafted: NextToken, rule: NextToken) -> None:
+    """Bug guarded: the draft's cache keeps tokens of the text that the target refused, or the round believes it does."""
+    source = Exacting(drafted, rule)
+    outputs, sources = play(driver(source, Hybrids(3), rule), [request("r", [1, 2, 3, 4, 5] * 3, 60)])
+    assert outputs["r"] == expected([1, 2, 3, 4, 5] * 3, 60, rule)
+    assert min(step.num_drafted for step in sources.values()) > 0
+    assert source.num_rolled_back > 0
+    ahead = [item.ahead for one in source.requests for item in one.items]
+    assert {len(tokens) for tokens in ahead} >= {2}
+
+
+def test_each_source_counts_its_part_of_a_hybrid() -> None:
+    """Bug guarded: tokens of a hybrid are counted twice or for the wrong source, or the model learns from tokens of its own
+    that the target never came to."""
+    prompt = [1, 2, 3, 4, 5] * 3
+    policy = Hybrids(3)
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy)
+    lane.add(request("r", prompt))
+    lane.step()
+    report = lane.step().report
+    assert (report.depths, report.text_depths, report.model_depths, report.num_extended) == ((5,), (2,), (3,), 2)
+    assert report.sources[MODEL_SOURCE].num_accepted == 3
+    assert (report.sources["ngram"].num_requests, report.sources["ngram"].num_accepted) == (1, 2)
+    assert policy.heard == [(3, 3, True)]
+
+    policy = Hybrids(3)
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy, lambda ids: (wrong if len(ids) == 17 else loop)(ids))
+    lane.add(request("r", prompt))
+    lane.step()
+    report = lane.step().report
+    made = [(step.num_requests, step.num_drafted, step.num_accepted) for step in report.sources.values()]
+    assert made == [(1, 3, 0), (1, 2, 1)]
+    assert policy.heard == [(3, 0, False)]
+
+
+def test_a_hybrid_whose_model_gives_nothing_is_the_texts_draft() -> None:
+    """Bug guarded: a request that waited for the model is left without the text's draft as well."""
+    _, sources = play(driver(Gone(), Hybrids(4)), [request("r", [1, 2, 3, 4, 5] * 3)])
+    assert (sources[MODEL_SOURCE].num_drafted, sources["ngram"].num_accepted) == (0, 20)
+
+
+def test_nothing_goes_on_after_the_end_of_an_answer() -> None:
+    """Bug guarded: the model drafts after a token that ends the answer; depth 0 makes it work, or a source that cannot go on is
+    asked to."""
+
+    class Deaf(ScriptedDraft):
+        extends = False
+
+    ending = [7, 8, 9, 99, 1, 2, 7, 8]
+    params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(9,))
+    for source, policy in (
+        (ScriptedDraft(loop, vocab_size=VOCAB), Hybrids(4)),
+        (ScriptedDraft(loop, vocab_size=VOCAB), Hybrids(0)),
+        (Deaf(loop, vocab_size=VOCAB), Hybrids(4)),
+    ):
+        lane = driver(source, policy, lambda ids: {8: 7, 7: 8}.get(ids[-1], 9) if len(ids) > 9 else 8)
+        lane.add(GenerateRequest(request_id="r", prompt_ids=tuple(ending[:-1]), params=params))
+        while lane.scheduler.running or lane.scheduler.waiting:
+            lane.step()
+        assert all(9 not in item.ahead for one in source.requests for item in one.items)
+        if isinstance(source, Deaf) or policy._depth == 0:
+            assert all(item.ahead == () for one in source.requests for item in one.items)
+        if policy._depth == 0:
+            assert not source.requests
+
+
+# --- the text goes on after the model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fan_out", [0, 2])
+def test_the_text_goes_on_after_the_model(fan_out: int) -> None:
+    """Bug guarded: the text goes on after committed tokens in spite of the model's, its tokens count as the model's, or the
+    draft is believed to hold them."""
+    policy = Continued(3, fan_out)
+    source = Exacting(loop, loop)
+    outputs, sources = play(driver(source, policy), [request("r", [1, 2, 3, 4, 5] * 3, 60)])
+    assert outputs["r"] == expected([1, 2, 3, 4, 5] * 3, 60, loop)
+    assert {length for _, length in policy.offers} >= {3}
+    assert max(offer.length for offer, _ in policy.offers) == 5, "together as deep as a text may draft"
+    assert all(step.num_accepted == step.num_drafted > 0 for step in sources.values())
+    assert sources["ngram"].num_drafted > sources[MODEL_SOURCE].num_drafted
+
+
+@pytest.mark.parametrize(("wrong_from", "made"), [(17, [(1, 3, 1), (1, 5, 0)]), (21, [(1, 3, 3), (1, 5, 2)])])
+def test_the_text_after_the_model_is_counted_for_the_text(wrong_from: int, made: list[tuple[int, int, int]]) -> None:
+    """Bug guarded: what was kept of a draft of both is counted for the source that came first; an offer that was never tested
+    teaches something."""
+    policy = Continued(3)
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy, lambda ids: (wrong if len(ids) == wrong_from else loop)(ids))
+    lane.add(request("r", [1, 2, 3, 4, 5] * 3))
+    lane.step()
+    report = lane.step().report
+    assert [(step.num_requests, step.num_drafted, step.num_accepted) for step in report.sources.values()] == made
+    assert (report.depths, report.model_depths, report.num_extended) == ((8,), (3,), 0)
+    assert policy.sizes == [(0, 3)]
+    assert policy.told[1:] == ([(2, 3)] if wrong_from == 21 else [])
+
+
+def test_what_goes_on_after_the_model_fits_the_cache() -> None:
+    """Bug guarded: blocks are counted for what was planned, and the text that goes on after it overruns the target's cache."""
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), Continued(3), kv_capacity_tokens=96)
+    outputs, sources = play(lane, [request(str(i), [1, 2, 3, 4, 5] * 3, 16) for i in range(4)])
+    assert all(output == expected([1, 2, 3, 4, 5] * 3, 16, loop) for output in outputs.values())
+    assert sources["ngram"].num_drafted > 0
+
+
+def test_no_text_goes_on_after_nothing_or_an_end() -> None:
+    """Bug guarded: the text is looked up after an answer's end, or at depth 0, where nothing was drafted."""
+    policy = Continued(0)
+    play(driver(ScriptedDraft(loop, vocab_size=VOCAB), policy), [request("r", [1, 2, 3, 4, 5] * 3)])
+    assert not policy.offers
+    policy = Continued(5)
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(3,))
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), policy)
+    lane.add(GenerateRequest(request_id="r", prompt_ids=(1, 2, 3, 4, 5) * 3, params=params))
+    while lane.scheduler.running or lane.scheduler.waiting:
+        lane.step()
+    assert not policy.offers
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_looking_beyond_a_draft_teaches_the_text_nothing(name: str) -> None:
+    """Bug guarded: drafted tokens that the target refused stay in the index of a sequence, and are drafted for ever."""
+    ids = [1, 2, 3, 4, 5, 6] * 3
+    sources: list[TextSource] = [NgramSource() if name == "ngram" else SuffixSource() for _ in range(2)]
+    for source in sources:
+        _look_up(source, ids)
+    assert sources[0].look_after("s", (1, 2), 3).tokens == (3, 4, 5)
+    assert sources[0].look_after("s", (40, 41), 3) == TextDraft()
+    assert sources[0].look_after("s", (40, 41, 40), 3) == TextDraft()
+    assert sources[0].look_after("nobody", (1, 2), 3) == TextDraft()
+    more = ProposeItem(sequence_id="s", base_length=len(ids), tokens=(40,), depth=4)
+    assert sources[0].look_up(more) == sources[1].look_up(more)
 
 
 def test_what_goes_first_costs_the_model_nothing() -> None:
@@ -290,3 +505,26 @@ def test_a_text_that_is_not_known_is_read_again() -> None:
     source.release(("r",))
     drafted = [lane.step().report.num_drafted for _ in range(3)]
     assert drafted[0] == 0 < drafted[1]
+
+
+def test_texts_are_trimmed_only_beside_prompts() -> None:
+    """Bug guarded: a round without prompts is trimmed, or a hybrid keeps tokens of the text that were trimmed away."""
+    told: list[tuple[dict[str, int], int]] = []
+
+    class Trimming(Hybrids):
+        def trim_texts(
+            self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float
+        ) -> Mapping[str, int]:
+            told.append((dict(depths), num_prompt_tokens))
+            return dict.fromkeys(depths, 1)
+
+    lane = driver(ScriptedDraft(loop, vocab_size=VOCAB), Trimming(4))
+    lane.add(request("first", [1, 2, 3, 4, 5] * 3))
+    lane.step()
+    assert told == []
+    (alone,) = lane.scheduler.plan(0.0, drafts=True, extends=True).items
+    assert (alone.extended, alone.text_depth, told) == (2, 8, [])
+    lane.add(request("second", range(1, 11)))
+    beside, _ = lane.scheduler.plan(0.0, drafts=True, extends=True).items
+    assert told == [({"first": 8}, 10)]
+    assert (beside.extended, beside.depth, beside.text_depth) == (0, 0, 1)

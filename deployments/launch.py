@@ -90,7 +90,8 @@ def cluster(config: OutriderConfig, address: str | None, *, num_gpus: int | None
             with console.status("starting Ray"):
                 dashboard = False if own else None
                 ray.init(
-                    address=address,
+                    # Without an address Ray would join a cluster that somebody has started on this machine, or RAY_ADDRESS.
+                    address=address or "local",
                     num_gpus=num_gpus,
                     log_to_driver=False,
                     logging_level=logging.ERROR,

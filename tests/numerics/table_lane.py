@@ -28,7 +28,7 @@ PROMPT = (1, 3, 0, 2, 1, 3, 0, 2)
 NUM_TEXTS = 2_000
 FIRST_SEED = 1_000_000
 FALSE_ALARM = 1e-6
-NUM_CASES = 160
+NUM_CASES = 180
 LEVEL = FALSE_ALARM / NUM_CASES
 """A case fails at a p-value below this, so that the odds that any of `NUM_CASES` fails by chance are at most `FALSE_ALARM`."""
 SETTINGS: dict[str, dict[str, float]] = {

@@ -100,9 +100,10 @@ def test_the_command_measures_and_reports(
     On the application that runs here already, in place of two on a cluster of the command's own.
     """
     bench.emulate("alpha=.8&c=.1")
-    small = replace(rounds.QUICK, batches=(1,), num_tokens=400, large_tokens=100, real_tokens=8, num_hops=8)
+    small = replace(rounds.QUICK, batches=(1,), num_tokens=300, large_tokens=60, real_tokens=8, num_hops=8)
     monkeypatch.setattr(rounds, "QUICK", small)
     monkeypatch.setattr(rounds, "LARGE_BATCH", 4)
+    monkeypatch.setattr(rounds, "WARM_UP_TOKENS", 8)
     monkeypatch.setattr(rounds, "PROMPTS", {"code": rounds.PROMPTS["code"]})
     monkeypatch.setattr("deployments.bench.hit_rate.PROMPTS", rounds.PROMPTS)
     monkeypatch.setattr("deployments.launch.cluster", lambda config, address: contextlib.nullcontext())

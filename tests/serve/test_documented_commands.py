@@ -56,7 +56,8 @@ def served(serve_cluster: None, spans: Path) -> Iterator[tuple[str, subprocess.P
     """
     port = free_port()
     file = spans / "outrider.yaml"
-    file.write_text(f"api: {{port: {port}}}\n")
+    # The README's example names no limit, and what a small model says at temperature 1 may fill its context.
+    file.write_text(f"api: {{port: {port}, default_max_tokens: 64}}\n")
     guide = exported()
     assert {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_AUTH_MODE", "OTEL_EXPORTER_OTLP_ENDPOINT"} <= guide.keys()
     environment = {

@@ -1,6 +1,7 @@
 """`outrider top`, `outrider doctor` and the logs, on a real application."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from helpers import wait_until
 
 from deployments.cli import main
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Zanzibar one two three one two three"
 
 
@@ -61,6 +63,16 @@ def test_an_answer_without_a_given_id_has_one(app: Any) -> None:
     reply = app.client.post("/v1/completions", json=app.body(PROMPT))
     (name,) = reply.headers.get_list("x-request-id")
     wait_until(lambda: [line.get("event") for line in log_lines(name)], lambda found: "request ended" in found, 20, name)
+
+
+def test_the_readmes_python_on_the_cluster_answers(app: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug guarded: the README's second example names an application, a method or a parameter that there is not."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = [block for block in blocks if "get_app_handle" in block]
+    exec(compile(example, "README.md", "exec"), {})
+    whole, _, streamed = capsys.readouterr().out.partition("\n")
+    assert whole.strip()
+    assert streamed.strip()
 
 
 def test_top_prints_a_frame(app: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,16 @@
 """What a cluster of our own is started with."""
 
 import os
+import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from deployments.launch import _cluster_environment
+from deployments.launch import _cluster_environment, cluster
+from engine.config import parse_config
 
 SHARED_BY_DEFAULT = {
     "RAY_SERVE_HAPROXY_STATS_PORT": "8404",
@@ -48,3 +53,21 @@ def test_what_the_user_has_set_stays(tmp_path: Path, environment: dict[str, str]
     environment["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = "8501"
     assert started_with(tmp_path)["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] == "8501"
     assert environment["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] == "8501"
+
+
+@pytest.mark.parametrize(("address", "asked"), [(None, "local"), ("auto", "auto"), ("head:6379", "head:6379")])
+def test_a_cluster_of_our_own_is_no_other(address: str | None, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: `outrider serve` joins the cluster that somebody started on this machine by `ray start`, or RAY_ADDRESS, as
+    Ray does where no address is given, and takes it down at its end.
+    """
+    given: dict[str, Any] = {}
+    serve = SimpleNamespace(start=lambda **_: None, delete=lambda _: None)
+    ray = SimpleNamespace(init=lambda **options: given.update(options), shutdown=lambda: None, serve=serve)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.serve", serve)
+    monkeypatch.setattr("deployments.launch._end_on_sigterm", lambda: None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with cluster(parse_config({"api": {"port": port}}), address):
+        assert given["address"] == asked

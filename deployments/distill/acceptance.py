@@ -46,9 +46,9 @@ class Candidate:
 
 def candidates(folder: str, kind: str) -> tuple[Candidate, ...]:
     """The new draft, its int8 copy if it is a model, and the target's int8 copy, which needs no training."""
-    own = (served_draft(folder, kind),)
+    own = [served_draft(folder, kind)]
     if kind == "draft":
-        own = (*own, Candidate("distilled-int8", {"source": "model", "model": folder, "dtype": "int8"}))
+        own.append(Candidate("distilled-int8", {"source": "model", "model": folder, "dtype": "int8"}))
     return (*own, Candidate("self-int8", {"source": "self-int8"}))
 
 
@@ -58,9 +58,14 @@ def served_draft(folder: str, kind: str) -> Candidate:
 
 
 def engine_config(target: str, device: str, draft: dict[str, str]) -> OutriderConfig:
-    """The configuration that all parts of the command work with."""
-    section = draft if draft["source"] in ("none", "heads") else {**draft, "device": device}
-    return parse_config({"target": {"model": target, "device": device}, "draft": section, "lanes": {"max_batch": 64}})
+    """The configuration that all parts of the command work with.
+
+    Beside a head no prefixes are shared: it would know contexts that begin alike from where they part only.
+    """
+    with_head = draft["source"] == "heads"
+    section = draft if with_head or draft["source"] == "none" else {**draft, "device": device}
+    own_target = {"model": target, "device": device, "prefix_cache": not with_head}
+    return parse_config({"target": own_target, "draft": section, "lanes": {"max_batch": 64}})
 
 
 def measure_candidates(engine: LocalEngine, folder: str, device: str, kind: str, *, quick: bool) -> Iterator[dict[str, Any]]:
@@ -133,13 +138,33 @@ def _measure_head(
 class RoundsOfHead(Rounds):
     """As `Rounds`, for a source that knows of a context what the target's last forward told it.
 
-    That forward opens all contexts before the first draft; later ones go one token farther back, for the hidden state that the
-    next draft begins with.
+    So all contexts are opened and caught up with before the first draft, and each forward begins one token farther back, for
+    the hidden state that the next draft begins with.
     """
 
     def __init__(self, target: TargetModel, source: DraftSource, contexts: Sequence[Context]):
         super().__init__(target, source, contexts)
-        self._round({c.name: SequenceContext(params=_PARAMS, prompt_length=c.prompt_length) for c in contexts})
+        self._tell()
+        for context in contexts:  # one at a time: a head bounds how many tokens of catching up one call computes
+            item = ProposeItem(sequence_id=context.name, base_length=len(context.ids), tokens=(), depth=1)
+            source.propose(ProposeRequest(round_id=0, items=(item,)))
+        self._is_known = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """A forward over the end of every context, without drafts."""
+        items = tuple(
+            VerifyItem(
+                sequence_id=c.name,
+                base_length=self._base_length(c),
+                tokens=c.ids[self._base_length(c) :],
+                context=SequenceContext(params=_PARAMS, prompt_length=c.prompt_length),
+            )
+            for c in self.contexts
+        )
+        for verdict in self.target.verify(VerifyRequest(round_id=0, items=items)).verdicts:
+            if verdict.error is not None:
+                raise OutriderError(f"{verdict.sequence_id}: {verdict.error}")
 
     def _base_length(self, context: Context) -> int:
         return max(super()._base_length(context) - 1, 0)
@@ -151,8 +176,9 @@ def head_step_times(target: TargetModel, source: DraftSource) -> StepTimes:
     names = tuple(f"calibrate-head-{row}" for row in range(max(DRAFT_ROWS)))
     context = SequenceContext(params=_PARAMS, prompt_length=CONTEXT_TOKENS)
     for name in names:
-        item = VerifyItem(sequence_id=name, base_length=0, tokens=(0,) * CONTEXT_TOKENS, context=context, sample=False)
+        item = VerifyItem(sequence_id=name, base_length=0, tokens=(0,) * CONTEXT_TOKENS, context=context)
         target.verify(VerifyRequest(round_id=0, items=(item,)))
+        _head_draft(target, source, (name,), depth=1)  # catches up; one call bounds how much
     for rows in DRAFT_ROWS:
         best_s = min(_head_draft(target, source, names[:rows]) for _ in range(REPEATS))
         times.append((rows, best_s / DRAFT_STEPS))
@@ -161,11 +187,11 @@ def head_step_times(target: TargetModel, source: DraftSource) -> StepTimes:
     return tuple(times)
 
 
-def _head_draft(target: TargetModel, source: DraftSource, names: Sequence[str]) -> float:
+def _head_draft(target: TargetModel, source: DraftSource, names: Sequence[str], depth: int = DRAFT_STEPS) -> float:
     """Seconds of one draft after two new tokens, as when one was accepted. Raises `OutriderError` if there is none."""
-    new = tuple(VerifyItem(sequence_id=name, base_length=CONTEXT_TOKENS - 2, tokens=(0, 0), sample=False) for name in names)
+    new = tuple(VerifyItem(sequence_id=name, base_length=CONTEXT_TOKENS - 2, tokens=(0, 0)) for name in names)
     target.verify(VerifyRequest(round_id=0, items=new))
-    items = tuple(ProposeItem(sequence_id=name, base_length=CONTEXT_TOKENS, tokens=(0,), depth=DRAFT_STEPS) for name in names)
+    items = tuple(ProposeItem(sequence_id=name, base_length=CONTEXT_TOKENS, tokens=(0,), depth=depth) for name in names)
     started_s = time.perf_counter()
     reply = source.propose(ProposeRequest(round_id=0, items=items))
     elapsed_s = time.perf_counter() - started_s

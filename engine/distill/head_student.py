@@ -147,9 +147,9 @@ class _Attention:
     def along_texts(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """`Attend` of step 0: within each text, each row over those before it and itself."""
         rows = self.drafts.text_of, self.drafts.positions
-        padded = [_padded(part, *rows) for part in (query.transpose(0, 1), keys, values)]
-        self.keys, self.values = [padded[1]], [padded[2]]
-        out = nn.functional.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+        query, keys, values = (_padded(part, *rows) for part in (query.transpose(0, 1), keys, values))
+        self.keys, self.values = [keys], [values]
+        out = nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)[rows].flatten(1)
 
     def along_drafts(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ class _Attention:
         over_text = over_text.masked_fill(is_ahead[:, None], -torch.inf)
         over_own = (own_keys @ query[..., None])[..., 0]
         weights = torch.cat((over_text, over_own), dim=-1).softmax(dim=-1)
-        of_text, of_own = weights.split((over_text.shape[-1], over_own.shape[-1]), dim=-1)
-        mixed = (_padded(of_text.transpose(0, 1), text_of, column) @ text_values).transpose(1, 2)[text_of, column]
+        of_text, of_own = torch.split(weights, [over_text.shape[-1], over_own.shape[-1]], dim=-1)
+        mixed: Tensor = (_padded(of_text.transpose(0, 1), text_of, column) @ text_values).transpose(1, 2)[text_of, column]
         return (mixed + (of_own[:, :, None] @ own_values)[:, :, 0]).flatten(1)
 
 

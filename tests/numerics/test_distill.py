@@ -19,7 +19,7 @@ from deployments.distill import acceptance, command, sample
 from deployments.distill.plan import SAMPLES
 from deployments.distill.sample import Sampler
 from deployments.distill.states import StateWriter
-from engine import build
+from engine import build, calibrate
 from engine.build import LocalEngine, build_local_engine
 from engine.distill import train
 from engine.distill.checkpoints import KEPT, checkpoint_steps, save_checkpoint
@@ -32,6 +32,7 @@ from engine.distill.student import CROSS_ENTROPY_WEIGHT, Batch, Said, Student, d
 from engine.distill.train import Recipe, Trainer
 from engine.errors import ConfigError, OutriderError
 from engine.models import LoadedModel, load_model
+from engine.propose.heads.eagle import EagleHead
 from engine.types import TokenLogprob
 from engine.verify.target import Target
 
@@ -501,6 +502,54 @@ def test_the_folder_is_a_draft_that_is_accepted_more_than_a_random_one(
     assert len({path.stat().st_mode for path in (out / "model.safetensors", out / "config.json")}) == 1
 
 
+@pytest.mark.usefixtures("_no_time_for_step_times")
+def test_a_head_learns_from_the_samples_of_a_draft_and_is_measured_as_it_is_served(
+    target_folder: Path,
+    engine: LocalEngine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug guarded: a folder that does not load with draft.source heads; a head that drafts otherwise than it was trained, or
+    whose drafts the report does not get to see; a shape of head that is not the target's.
+    """
+    sampled, out = tmp_path / "sampled", tmp_path / "head"
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "_train", _stop)
+        assert distill(target_folder, sampled, "--tokens", "2000") == 130
+    monkeypatch.setattr(build, "build_local_engine", build_local_engine)
+    monkeypatch.setattr(acceptance, "DRAFT_ROWS", (1, 2))
+    monkeypatch.setattr(calibrate, "TARGET_TOKENS", (1, 2, 4))
+    real = acceptance.candidates
+    monkeypatch.setattr(acceptance, "candidates", lambda folder, kind: real(folder, kind)[:1])
+    options = ("--kind", "head", "--samples", str(sampled), "--vocabulary", "64", "--steps", "40")
+    assert distill(target_folder, out, *options, "--json") == EXIT_OK
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = report["candidates"]
+    assert [candidate.name for candidate in real(str(out), "head")] == ["distilled", "self-int8"]
+    assert row["draft"] == {"source": "heads", "model": str(out)}
+    assert row["cost_ratio"] > 0
+    curve = report["training"]["curve"]
+    assert curve[-1]["divergence"] < curve[0]["divergence"]
+    untrained = EagleHead.untrained(*_shape_of(load_model(str(target_folder), dtype="float32")), draft_ids=range(3, VOCAB, 2))
+    untrained.save(tmp_path / "untrained")
+    config = acceptance.engine_config(str(target_folder), "cpu", {"source": "heads", "model": str(tmp_path / "untrained")})
+    (other,) = acceptance.measure_candidates(build_local_engine(config), "", "cpu", "head", quick=True)
+    for ours, theirs in zip(row["rules"], other["rules"], strict=True):
+        assert ours["num_drafted"] > 0
+        assert ours["accepted_share"] > theirs["accepted_share"]
+    assert not (out / "samples").exists()
+    assert "draft: {source: heads" in (out / "README.md").read_text()
+
+
+def _shape_of(target: LoadedModel) -> tuple[Any, torch.Tensor]:
+    return target.config, target.model.get_input_embeddings().weight.detach()
+
+
+def _stop(*arguments: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_a_run_killed_while_sampling_goes_on_to_the_same_texts(
     target_folder: Path,
     engine: LocalEngine,
@@ -511,11 +560,7 @@ def test_a_run_killed_while_sampling_goes_on_to_the_same_texts(
     """Bug guarded: texts that hang on interruptions, shards that are sampled again, options that are taken over in silence."""
     monkeypatch.setattr(sample, "SHARD_TEXTS", 8)
     kept: list[list[Text]] = []
-
-    def stop(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "_train", stop)
+    monkeypatch.setattr(command, "_train", _stop)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert distill(target_folder, whole, "--tokens", "600") == 130
     with monkeypatch.context() as patched:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from engine.distill.shards import Text
 from engine.distill.states import read_states
@@ -20,6 +21,7 @@ from engine.distill.student import Losses, Said, distillation_loss, mixed_precis
 from engine.errors import ConfigError, ModelError
 from engine.models import LoadedModel
 from engine.propose.heads.eagle import EagleHead, head_config
+from engine.verify.taps import Taps
 
 NUM_STEPS = 3
 """Tokens that are drafted on from each position in training. Every one costs as much as the first."""
@@ -177,9 +179,11 @@ class _Attention:
 
 
 def check_fits(config: Any, name: str) -> None:
-    """Raises `ConfigError` when no head can be made for a target of this configuration."""
+    """Raises `ConfigError` when a target of this configuration leaves no hidden states, or no head has its widths."""
     try:
-        EagleHead(head_config(config, num_draft_ids=2))
+        with torch.device("meta"):  # shapes without memory
+            EagleHead(head_config(config, num_draft_ids=2))
+            Taps(()).hook(AutoModelForCausalLM.from_config(config))
     except (AttributeError, ModelError) as error:
         raise ConfigError(f"--target {name}: no head can be made for this kind of model ({error}): use --kind draft") from None
 

@@ -24,7 +24,7 @@ from engine.build import LocalEngine, build_local_engine
 from engine.distill import train
 from engine.distill.checkpoints import KEPT, checkpoint_steps, save_checkpoint
 from engine.distill.draft_student import DraftStudent, _inherit, chosen_layers, student_config
-from engine.distill.head_student import NUM_STEPS, STEP_WEIGHT, Drafts, HeadStudent, most_frequent
+from engine.distill.head_student import NUM_STEPS, STEP_WEIGHT, Drafts, HeadStudent, check_fits, most_frequent
 from engine.distill.schedule import Budget
 from engine.distill.shards import TOP_K, Text, stored_texts
 from engine.distill.states import read_states, with_states, write_states
@@ -305,6 +305,13 @@ def texts_with_states(folder: Path, count: int = NUM_TEXTS) -> list[Text]:
 
 def head_of(target: LoadedModel) -> HeadStudent:
     return HeadStudent.build(target, draft_ids=HEAD_IDS, dtype=torch.float32, seed=0)
+
+
+def test_a_target_that_no_head_fits_is_refused() -> None:
+    """Bug guarded: a traceback about a missing field after hours of sampling."""
+    with pytest.raises(ConfigError, match=r"--target mine: no head can be made for this kind of model .*: use --kind draft"):
+        check_fits(tiny_model("gpt2").config, "mine")
+    check_fits(tiny_target().config, "mine")
 
 
 @pytest.mark.usefixtures("_no_time_for_step_times")

@@ -264,15 +264,23 @@ def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     distill = commands.add_parser(
         "distill",
         help="make a draft of your own for a target",
-        description="Samples texts from the target, trains a small model with its tokenizer to foresee them, and measures what "
-        "it is worth beside the target's int8 copy. The folder serves as draft.model, says in its README.md what was "
-        "measured, and goes on with --resume when the run was killed (docs/distill.md).",
+        description="Samples texts from the target, trains a small model with its tokenizer, or a prediction head that reads "
+        "its hidden states, to foresee them, and measures what it is worth beside the target's int8 copy. The folder serves as "
+        "draft.model, says in its README.md what was measured, and goes on with --resume when the run was killed "
+        "(docs/distill.md).",
     )
     distill.add_argument("--target", required=True, metavar="MODEL", help="as target.model")
     distill.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new or empty folder")
-    distill.add_argument("--kind", help="what to make: draft (a small model); default: draft")
+    distill.add_argument("--kind", help="what to make: draft (a small model) or head (EAGLE-3, one layer); default: draft")
     distill.add_argument("--layers", type=int, metavar="N", help="of the draft; default: 4, with --quick 2")
     distill.add_argument("--hidden", type=int, metavar="H", help="width of the draft; default: the target's")
+    distill.add_argument(
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        help="tokens a head can draft, the most frequent; default: 8,192, with --quick 1,024",
+    )
+    distill.add_argument("--samples", type=Path, metavar="FOLDER", help="of another run: train on its texts, sample none")
     distill.add_argument("--tokens", type=int, metavar="N", help="to sample; default: 2,000,000, with --quick 2,000")
     distill.add_argument("--temperature", type=float, metavar="T", help="that texts are sampled at; default: 1")
     distill.add_argument("--prompts", type=Path, metavar="FILE", help='of a third of the texts: a {"prompt": "..."} per line')

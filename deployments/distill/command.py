@@ -1,25 +1,27 @@
-"""`outrider distill`: a draft of one's own. Samples from the target, trains, measures; what was done is never done again."""
+"""`outrider distill`: a draft or head of one's own. Samples from the target, trains, measures; what is done stays done."""
 
 import gc
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from deployments.distill.plan import CHECKPOINTS, DistillOptions, DistillPlan, begin, check_room, find_plan
+from deployments.distill.plan import CHECKPOINTS, STATES, DistillOptions, DistillPlan, begin, check_room, find_plan
 from engine.config import use_patient_threads
 from engine.errors import ConfigError, OutriderError
 from engine.testing.profiles import is_emulated
 
 if TYPE_CHECKING:
     from deployments.distill.sample import Sampled
+    from engine.distill.shards import Text
     from engine.distill.student import Student
     from engine.distill.train import TrainingState
-    from engine.models import LoadedTokenizer
+    from engine.verify.target import Target
 
 console = Console(stderr=True)
 
@@ -34,6 +36,8 @@ def run_distill(options: DistillOptions, *, as_json: bool) -> int:
     _check_target(plan, options.device)
     begin(options.out, plan)
     samples = _sample(options, plan, texts)
+    if plan.kind == "head":
+        _store_states(options, plan)
     training = _train(options, plan)
     report = _measure(options, plan, samples, training)
     if as_json:
@@ -44,24 +48,36 @@ def run_distill(options: DistillOptions, *, as_json: bool) -> int:
 def _check_target(plan: DistillPlan, device: str) -> None:
     """What can be known without weights: the target exists, and a student of this shape fits beside it."""
     from engine.distill.draft_student import student_config
+    from engine.distill.head_student import check_fits
     from engine.models import choose_device, load_tokenizer
 
     if is_emulated(plan.target):
         raise ConfigError(f"--target '{plan.target}' is emulated: it has no logits to learn from; name a real model")
     choose_device(device, "--device")
-    student_config(load_tokenizer(plan.target, "--target").config, layers=plan.layers, hidden=plan.hidden)
+    config = load_tokenizer(plan.target, "--target").config
+    if plan.kind == "head":
+        check_fits(config, plan.target)
+    else:
+        student_config(config, layers=plan.layers, hidden=plan.hidden)
 
 
 def _sample(options: DistillOptions, plan: DistillPlan, texts: tuple[str, ...]) -> dict[str, Any]:
     """Sample what is missing. Returns the figures of the report."""
     from deployments.distill.acceptance import engine_config
-    from deployments.distill.sample import Sampler, num_stored
+    from deployments.distill.sample import Sampler
     from engine.build import build_local_engine
+    from engine.distill.shards import num_stored
 
     last: Sampled | None = None
-    _, stored = num_stored(options.out)
+    folder = plan.samples_folder(options.out)
+    _, stored = num_stored(folder, plan.tokens)
     if stored < plan.tokens:
-        check_room(options.out, plan.tokens - stored)
+        if plan.samples is not None:
+            raise OutriderError(
+                f"--samples {plan.samples}: {plan.tokens - stored} tokens of its samples are not there any more"
+            )
+        state_bytes = (plan.tokens - stored) * _state_bytes(plan) if plan.kind == "head" else 0
+        check_room(options.out, plan.tokens - stored, state_bytes)
         with console.status("loading the target"):
             engine = build_local_engine(engine_config(plan.target, options.device, {"source": "none"}))
         with _progress("{task.fields[rate]}", MofNCompleteColumn()) as progress:
@@ -75,23 +91,76 @@ def _sample(options: DistillOptions, plan: DistillPlan, texts: tuple[str, ...]) 
             Sampler(engine, plan, options.out, texts).run(on_tokens)
         del engine
         gc.collect()  # the weights and the KV cache of the target make room for the training
-    shards, tokens = num_stored(options.out)
+    shards, tokens = num_stored(folder, plan.tokens)
     rate = None if last is None else round(last.new_tokens / last.seconds, 1)
     return {"shards": shards, "tokens": tokens, "tokens_per_s": rate}
+
+
+def _store_states(options: DistillOptions, plan: DistillPlan) -> None:
+    """The hidden states of all samples that have none yet. Raises `ConfigError` when they do not fit on the disk."""
+    from deployments.distill.states import StateWriter
+    from engine.distill.shards import stored_texts
+    from engine.distill.states import states_path
+
+    folder = options.out / STATES
+    shards = list(enumerate(stored_texts(plan.samples_folder(options.out), plan.tokens)))
+    missing = [(index, texts) for index, texts in shards if not states_path(folder, index).is_file()]
+    if not missing:
+        return
+    num_tokens = sum(len(text.tokens) for _, texts in missing for text in texts)
+    check_room(options.out, 0, num_tokens * _state_bytes(plan))
+    with console.status("loading the target"):
+        writer = StateWriter(_target_with_states(options, plan), folder)
+    with _progress(MofNCompleteColumn()) as progress:
+        task = progress.add_task("hidden states", total=num_tokens)
+        for index, texts in missing:
+            writer.shard(index, texts, lambda count: progress.advance(task, count))
+    del writer
+    gc.collect()
+
+
+def _state_bytes(plan: DistillPlan) -> int:
+    """Of one token, at the two bytes per number that the target computes in where it can."""
+    from engine.models import load_tokenizer
+    from engine.propose.heads.eagle import NUM_FUSED
+
+    return int(2 * NUM_FUSED * load_tokenizer(plan.target, "--target").config.get_text_config().hidden_size)
+
+
+def _target_with_states(options: DistillOptions, plan: DistillPlan) -> "Target":
+    from engine.models import load_model
+    from engine.propose.heads.eagle import default_aux_layers
+    from engine.verify.target import Target
+
+    loaded = load_model(plan.target, dtype="auto", device=options.device, field="--target")
+    layers = default_aux_layers(loaded.config.get_text_config().num_hidden_layers)
+    return Target(loaded, prefix_cache=False, hidden_layers=layers)
+
+
+def _texts(options: DistillOptions, plan: DistillPlan) -> "list[Text]":
+    """All samples; for a head with their hidden states, without those that are too short for a single row."""
+    from engine.distill.shards import stored_texts
+
+    shards = stored_texts(plan.samples_folder(options.out), plan.tokens)
+    if plan.kind != "head":
+        return [text for texts in shards for text in texts]
+    from engine.distill.head_student import LEAST_TOKENS
+    from engine.distill.states import with_states
+
+    placed = (with_states(options.out / STATES, index, texts) for index, texts in enumerate(shards))
+    return [text for texts in placed for text in texts if len(text.tokens) >= LEAST_TOKENS]
 
 
 def _train(options: DistillOptions, plan: DistillPlan) -> dict[str, Any]:
     """Train to the end and write the draft. Returns the figures of the report."""
     from deployments.distill.plan import BATCH_TEXTS, LEARNING_RATE, PART_TEXTS
-    from deployments.distill.sample import stored_texts
     from engine.distill.shards import split
     from engine.distill.train import Recipe, Trainer
-    from engine.models import load_tokenizer
 
-    train_texts, held_out = split(text for texts in stored_texts(options.out) for text in texts)
-    recipe = Recipe(plan.budget, LEARNING_RATE, BATCH_TEXTS, PART_TEXTS, plan.seed)
+    train_texts, held_out = split(_texts(options, plan))
+    recipe = Recipe(plan.budget, LEARNING_RATE, BATCH_TEXTS[plan.kind], PART_TEXTS, plan.seed)
     with console.status("making the student of the target"):
-        student = _build_student(options, plan)
+        student = _build_student(options, plan, train_texts)
         trainer = Trainer(student, train_texts, held_out, recipe, options.out / CHECKPOINTS)
         trainer.resume()
     with _progress("{task.percentage:>3.0f}%", "loss {task.fields[loss]}", "agreement {task.fields[agreement]}") as progress:
@@ -102,7 +171,7 @@ def _train(options: DistillOptions, plan: DistillPlan) -> dict[str, Any]:
             progress.update(task, completed=done, loss=f"{loss:.3f}", agreement=agreement)
 
         state = trainer.run(on_step)
-    _export(options.out, student, load_tokenizer(plan.target, "--target"))
+    _export(options.out, student, plan)
     return {
         "steps": state.step,
         "best_step": state.best_step,
@@ -114,23 +183,31 @@ def _train(options: DistillOptions, plan: DistillPlan) -> dict[str, Any]:
     }
 
 
-def _build_student(options: DistillOptions, plan: DistillPlan) -> "Student":
+def _build_student(options: DistillOptions, plan: DistillPlan, texts: "Sequence[Text]") -> "Student":
     from engine.distill.draft_student import DraftStudent
+    from engine.distill.head_student import HeadStudent, most_frequent
     from engine.models import choose_dtype, load_model
 
     target = load_model(plan.target, dtype="float32", device=options.device, field="--target")
     dtype, _ = choose_dtype("auto", target.device)
-    return DraftStudent.build(target, layers=plan.layers, hidden=plan.hidden, dtype=dtype, seed=plan.seed)
+    if plan.kind == "draft":
+        return DraftStudent.build(target, layers=plan.layers, hidden=plan.hidden, dtype=dtype, seed=plan.seed)
+    vocab_size = target.config.get_text_config().vocab_size
+    draft_ids = most_frequent(texts, min(plan.vocabulary or vocab_size, vocab_size), vocab_size)
+    return HeadStudent.build(target, draft_ids=draft_ids, dtype=dtype, seed=plan.seed)
 
 
-def _export(out: Path, student: "Student", target: "LoadedTokenizer") -> None:
+def _export(out: Path, student: "Student", plan: DistillPlan) -> None:
     """The draft beside its samples; the configuration, which makes the folder a model, comes last."""
+    from engine.models import load_tokenizer
+
     partial = out / "draft.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         student.save(partial)
-        target.tokenizer.save_pretrained(partial)
+        if plan.kind == "draft":  # a head lives with its target
+            load_tokenizer(plan.target, "--target").tokenizer.save_pretrained(partial)
         mode = (partial / "config.json").stat().st_mode
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             path.chmod(mode)  # safetensors writes files that only their owner may read
@@ -141,13 +218,14 @@ def _export(out: Path, student: "Student", target: "LoadedTokenizer") -> None:
 
 
 def _measure(options: DistillOptions, plan: DistillPlan, samples: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
-    from deployments.distill.acceptance import engine_config, measure_candidates
+    from deployments.distill.acceptance import engine_config, measure_candidates, served_draft
     from deployments.distill.report import make_report, report_table, verdict, write_report
     from engine.build import build_local_engine
 
     with console.status("measuring acceptance and cost"):
-        engine = build_local_engine(engine_config(plan.target, options.device, {"source": "none"}))
-        rows = list(measure_candidates(engine, str(options.out), options.device, quick=plan.quick))
+        beside = served_draft(str(options.out), plan.kind).draft if plan.kind == "head" else {"source": "none"}
+        engine = build_local_engine(engine_config(plan.target, options.device, beside))
+        rows = list(measure_candidates(engine, str(options.out), options.device, plan.kind, quick=plan.quick))
     report = make_report(plan, samples=samples, training=training, rows=rows)
     try:
         write_report(options.out, report)

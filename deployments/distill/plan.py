@@ -5,25 +5,32 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from deployments.bench.load_plan import read_prompts
 from engine.distill.schedule import Budget
-from engine.distill.shards import BYTES_PER_TOKEN, TOP_K
+from engine.distill.shards import BYTES_PER_TOKEN, TOP_K, num_stored
 from engine.errors import ConfigError
 
 PLAN_FILE = "plan.json"
-SAMPLES, CHECKPOINTS = "samples", "checkpoints"
-KINDS = ("draft",)
+SAMPLES, STATES, CHECKPOINTS = "samples", "states", "checkpoints"
+KINDS = ("draft", "head")
+ONLY_FOR = {"layers": "draft", "hidden": "draft", "vocabulary": "head"}
+"""Options that mean something for one kind."""
+SAMPLING = ("tokens", "temperature", "prompts")
+"""Options that say what to sample."""
+VOCABULARY, QUICK_VOCABULARY = 8192, 1024
 TOKENS, QUICK_TOKENS = 2_000_000, 2_000
 OUTPUT_TOKENS, QUICK_OUTPUT_TOKENS = 128, 32
 LAYERS, QUICK_LAYERS = 4, 2
 PASSES = 3
 """Over the samples, when neither steps nor minutes are given."""
 QUICK_STEPS = 8
-BATCH_TEXTS, PART_TEXTS = 16, 4
+BATCH_TEXTS = {"draft": 16, "head": 8}
+"""Per step, by kind: a head is small, so that more steps cost little more."""
+PART_TEXTS = 4
 LEARNING_RATE = 1e-3
 SPARE_BYTES = 512 * 2**20
 """Beside the samples: room for checkpoints and the draft of a small target."""
@@ -38,6 +45,8 @@ class DistillOptions:
     kind: str | None = None
     layers: int | None = None
     hidden: int | None = None
+    vocabulary: int | None = None
+    samples: Path | None = None
     tokens: int | None = None
     temperature: float | None = None
     prompts: Path | None = None
@@ -59,7 +68,7 @@ class DistillPlan:
     hidden: int | None
     """Width; None = the target's."""
     tokens: int
-    """To be sampled."""
+    """To be sampled, or those that are trained on of another run's samples."""
     output_tokens: int
     """Longest text."""
     temperature: float
@@ -69,11 +78,19 @@ class DistillPlan:
     minutes: float | None
     seed: int
     quick: bool
+    vocabulary: int | None = None
+    """Draft ids of a head, if the target has as many."""
+    samples: str | None = None
+    """Folder of the run whose samples are used."""
 
     @property
     def budget(self) -> Budget:
         """How long to train."""
         return Budget(self.steps, self.minutes)
+
+    def samples_folder(self, out: Path) -> Path:
+        """Where the shards of texts are."""
+        return (out if self.samples is None else Path(self.samples)) / SAMPLES
 
 
 def make_plan(options: DistillOptions, texts: tuple[str, ...]) -> DistillPlan:
@@ -81,42 +98,76 @@ def make_plan(options: DistillOptions, texts: tuple[str, ...]) -> DistillPlan:
 
     Raises `ConfigError` that names the option and the fix.
     """
-    quick = options.quick
-    if options.kind not in (None, *KINDS):
-        raise ConfigError(f"--kind {options.kind}: must be one of {', '.join(KINDS)}")
-    if options.steps is not None and options.minutes is not None:
-        raise ConfigError("--steps and --minutes both say how long to train: give one of them")
-    _at_least("--layers", options.layers, 1)
-    _at_least("--hidden", options.hidden, 1)
-    _at_least("--steps", options.steps, 1)
-    output_tokens = QUICK_OUTPUT_TOKENS if quick else OUTPUT_TOKENS
-    _at_least("--tokens", options.tokens, 2 * output_tokens, "at least two texts are needed")
-    if options.minutes is not None and not 0 < options.minutes < math.inf:
-        raise ConfigError(f"--minutes {options.minutes:g}: a number above 0 is needed")
-    temperature = 1.0 if options.temperature is None else options.temperature
-    if not 0 < temperature <= 2:
-        raise ConfigError(f"--temperature {temperature:g}: must be above 0, for texts that differ, and at most 2")
-    seed = options.seed or 0
-    if not 0 <= seed < 1 << 32:
-        raise ConfigError(f"--seed {seed}: must lie between 0 and {(1 << 32) - 1}")
-    tokens = options.tokens or (QUICK_TOKENS if quick else TOKENS)
+    quick, kind = options.quick, options.kind or "draft"
+    _check_numbers(options)
+    other = None if options.samples is None else _samples_of(options)
+    if other is not None:
+        tokens, output_tokens, temperature, prompts = other.tokens, other.output_tokens, other.temperature, other.prompts
+    else:
+        tokens, output_tokens = options.tokens or (QUICK_TOKENS if quick else TOKENS), _output_tokens(quick)
+        temperature, prompts = 1.0 if options.temperature is None else options.temperature, _digest(texts)
     steps = options.steps
     if steps is None and options.minutes is None:
-        steps = QUICK_STEPS if quick else math.ceil(PASSES * tokens / (BATCH_TEXTS * output_tokens))
+        steps = QUICK_STEPS if quick else math.ceil(PASSES * tokens / (BATCH_TEXTS[kind] * output_tokens))
     return DistillPlan(
         target=options.target,
-        kind=options.kind or "draft",
-        layers=options.layers or (QUICK_LAYERS if quick else LAYERS),
+        kind=kind,
+        layers=1 if kind == "head" else options.layers or (QUICK_LAYERS if quick else LAYERS),
         hidden=options.hidden,
         tokens=tokens,
         output_tokens=output_tokens,
         temperature=temperature,
-        prompts=_digest(texts),
+        prompts=prompts,
         steps=steps,
         minutes=options.minutes,
-        seed=seed,
+        seed=options.seed or 0,
         quick=quick,
+        vocabulary=options.vocabulary or (QUICK_VOCABULARY if quick else VOCABULARY) if kind == "head" else None,
+        samples=None if options.samples is None else str(options.samples.resolve()),
     )
+
+
+def _check_numbers(options: DistillOptions) -> None:
+    """What can be said of each option alone, and of those that exclude each other."""
+    kind = options.kind or "draft"
+    if kind not in KINDS:
+        raise ConfigError(f"--kind {options.kind}: must be one of {', '.join(KINDS)}")
+    for name, only in ONLY_FOR.items():
+        if getattr(options, name) is not None and kind != only:
+            raise ConfigError(f"--{name} has no meaning for --kind {kind}: remove it, or set --kind {only}")
+    if options.steps is not None and options.minutes is not None:
+        raise ConfigError("--steps and --minutes both say how long to train: give one of them")
+    _at_least("--layers", options.layers, 1)
+    _at_least("--hidden", options.hidden, 1)
+    _at_least("--vocabulary", options.vocabulary, 2)
+    _at_least("--steps", options.steps, 1)
+    _at_least("--tokens", options.tokens, 2 * _output_tokens(options.quick), "at least two texts are needed")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise ConfigError(f"--minutes {options.minutes:g}: a number above 0 is needed")
+    if options.temperature is not None and not 0 < options.temperature <= 2:
+        raise ConfigError(f"--temperature {options.temperature:g}: must be above 0, for texts that differ, and at most 2")
+    if not 0 <= (options.seed or 0) < 1 << 32:
+        raise ConfigError(f"--seed {options.seed}: must lie between 0 and {(1 << 32) - 1}")
+
+
+def _output_tokens(quick: bool) -> int:
+    return QUICK_OUTPUT_TOKENS if quick else OUTPUT_TOKENS
+
+
+def _samples_of(options: DistillOptions) -> DistillPlan:
+    """The plan of the run whose samples are to be used, with as many tokens as are there. Raises `ConfigError`."""
+    folder = options.samples
+    assert folder is not None
+    for name in SAMPLING:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} says what to sample, and with --samples nothing is sampled: give one of them")
+    plan = _read_plan(folder, "--samples")
+    if plan.target != options.target:
+        raise ConfigError(f"--samples {folder}: its texts are of {plan.target}, not of --target {options.target}")
+    shards, tokens = num_stored(plan.samples_folder(folder))
+    if shards == 0:
+        raise ConfigError(f"--samples {folder}: it holds no complete shard yet; `outrider distill --resume` samples on there")
+    return replace(plan, tokens=tokens)
 
 
 def find_plan(options: DistillOptions) -> tuple[DistillPlan, tuple[str, ...]]:
@@ -140,19 +191,21 @@ def find_plan(options: DistillOptions) -> tuple[DistillPlan, tuple[str, ...]]:
 def begin(out: Path, plan: DistillPlan) -> None:
     """Make the folder of a new run, or check that one that goes on can. Raises `ConfigError` when it cannot be written."""
     try:
-        for folder in (SAMPLES, CHECKPOINTS):
+        unused = {*([SAMPLES] if plan.samples else []), *([STATES] if plan.kind != "head" else [])}
+        for folder in {SAMPLES, STATES, CHECKPOINTS} - unused:
             (out / folder).mkdir(parents=True, exist_ok=True)
         write_text(out / PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror or error}") from None
 
 
-def check_room(out: Path, tokens: int) -> None:
-    """Raise `ConfigError` when so many more samples do not fit on the disk."""
-    needed, free = tokens * BYTES_PER_TOKEN + SPARE_BYTES, shutil.disk_usage(out).free
+def check_room(out: Path, tokens: int, state_bytes: int = 0) -> None:
+    """Raise `ConfigError` when so many more samples, or hidden states beside them (bytes), do not fit on the disk."""
+    needed, free = tokens * BYTES_PER_TOKEN + state_bytes + SPARE_BYTES, shutil.disk_usage(out).free
     if needed > free:
+        states = f" and {state_bytes / 2**30:.1f} GiB of hidden states" if state_bytes else ""
         raise ConfigError(
-            f"--out {out}: {tokens} samples with their {TOP_K} likeliest tokens need {needed / 2**30:.1f} GiB, "
+            f"--out {out}: {tokens} samples with their {TOP_K} likeliest tokens{states} need {needed / 2**30:.1f} GiB, "
             f"{free / 2**30:.1f} are free: choose another disk or fewer --tokens"
         )
 
@@ -165,9 +218,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _continued(options: DistillOptions, texts: tuple[str, ...]) -> DistillPlan:
-    plan = _read_plan(options.out)
+    plan = _read_plan(options.out, "--resume")
     given: dict[str, Any] = {name: getattr(options, name, None) for name in (field.name for field in fields(DistillPlan))}
-    given |= {"prompts": _digest(texts), "quick": options.quick or None}
+    samples = None if options.samples is None else str(options.samples.resolve())
+    given |= {"prompts": _digest(texts), "quick": options.quick or None, "samples": samples}
     for name, value in given.items():
         begun = getattr(plan, name)
         if value is not None and value != begun:
@@ -177,19 +231,19 @@ def _continued(options: DistillOptions, texts: tuple[str, ...]) -> DistillPlan:
                 f"{'other prompts or none' if name == 'prompts' else begun}: leave the option out, or begin another run "
                 "with another --out"
             )
-    if plan.prompts is not None and not texts:
+    if plan.prompts is not None and plan.samples is None and not texts:
         raise ConfigError(f"--prompts is missing: the run in {options.out} was begun with a file of prompts")
     return plan
 
 
-def _read_plan(out: Path) -> DistillPlan:
+def _read_plan(out: Path, option: str) -> DistillPlan:
     path = out / PLAN_FILE
     if not path.is_file():
-        raise ConfigError(f"--resume: there is no run in {out} ({PLAN_FILE} is missing); leave the option out to begin one")
+        raise ConfigError(f"{option}: there is no run in {out} ({PLAN_FILE} is missing); leave the option out to begin one")
     try:
         return DistillPlan(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"--resume: {path} cannot be read ({error}): it is of another version, or damaged") from None
+        raise ConfigError(f"{option}: {path} cannot be read ({error}): it is of another version, or damaged") from None
 
 
 def _digest(texts: tuple[str, ...]) -> str | None:

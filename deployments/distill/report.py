@@ -40,15 +40,14 @@ def model_card(out: Path, report: dict[str, Any]) -> str:
     """The folder's ``README.md``."""
     plan, training, samples = report["plan"], report["training"], report["samples"]
     last = training["curve"][-1]
-    width = f", width {plan['hidden']}" if plan["hidden"] else ""
-    return f"""# A draft for {plan["target"]}
+    return f"""# A {plan["kind"]} for {plan["target"]}
 
-A Llama model of {plan["layers"]} layers{width} with the tokenizer of {plan["target"]}, made by `outrider distill` to
-foresee that model's text. It is of no use without it: the target checks every token, and only its own are kept.
+{_what(plan)}, made by `outrider distill` to foresee that model's text. It is of no
+use without it: the target checks every token, and only its own are kept.
 
 ```yaml
 target: {{model: {plan["target"]}}}
-draft: {{source: model, model: {out.resolve()}}}
+draft: {{source: {_source(plan)}, model: {out.resolve()}}}
 ```
 
 Trained on {samples["tokens"]:,} tokens that the target wrote at temperature {plan["temperature"]:g}
@@ -63,8 +62,8 @@ expected of one request at the best depth, when draft and target take turns):
 |---|---|---|---|---|---|---|
 {_card_rows(report)}
 
-`report.json` holds everything that was measured, with the learning curve. `samples/` and `checkpoints/` are needed by
-`outrider distill --resume` only and may be deleted.
+`report.json` holds everything that was measured, with the learning curve. Folders beside it are needed by
+`outrider distill --resume` and `--samples` only and may be deleted.
 """
 
 
@@ -79,7 +78,22 @@ def report_table(report: dict[str, Any]) -> Table:
 def verdict(report: dict[str, Any], out: Path) -> str:
     """One line: how to serve the draft, and which candidate should be the fastest."""
     best = ", ".join(f"{name} at T={temperature}" for temperature, name in report["best_by_temperature"].items())
-    return f"serve it with --set draft.source=model --set draft.model={out}; fastest by expectation: {best}"
+    source = _source(report["plan"])
+    return f"serve it with --set draft.source={source} --set draft.model={out}; fastest by expectation: {best}"
+
+
+def _what(plan: dict[str, Any]) -> str:
+    if plan["kind"] == "head":
+        return (
+            f"An EAGLE-3 prediction head of one layer in the `speculators` format, which reads hidden states of\n"
+            f"{plan['target']} and drafts its {plan['vocabulary']:,} most frequent tokens"
+        )
+    width = f", width {plan['hidden']}" if plan["hidden"] else ""
+    return f"A Llama model of {plan['layers']} layers{width} with the tokenizer of {plan['target']}"
+
+
+def _source(plan: dict[str, Any]) -> str:
+    return "heads" if plan["kind"] == "head" else "model"
 
 
 def _card_rows(report: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -11,7 +11,7 @@ from pathlib import Path
 from deployments.distill.plan import SAMPLES, DistillPlan
 from deployments.distill.prompts import endless
 from engine.build import LocalEngine
-from engine.distill.shards import TOP_K, Text, read_shard, shard_path, write_shard
+from engine.distill.shards import TOP_K, Text, num_stored, write_shard
 from engine.errors import ConfigError, OutriderError
 from engine.scheduler import FixedDepth
 from engine.types import GenerateRequest, SamplingParams, TokenLogprob
@@ -41,20 +41,6 @@ class Sampled:
 OnTokens = Callable[[Sampled], None]
 
 
-def stored_texts(out: Path) -> Iterator[list[Text]]:
-    """The shards that are complete, in order. Raises `OutriderError` for a damaged one."""
-    index = 0
-    while shard_path(out / SAMPLES, index).is_file():
-        yield read_shard(out / SAMPLES, index)
-        index += 1
-
-
-def num_stored(out: Path) -> tuple[int, int]:
-    """(shards, tokens of output) that are complete."""
-    counts = [sum(text.num_output for text in texts) for texts in stored_texts(out)]
-    return len(counts), sum(counts)
-
-
 class Sampler:
     """Makes the shards of one plan. What is in a shard depends on the plan and the shards before it, not on interruptions."""
 
@@ -67,7 +53,7 @@ class Sampler:
 
     def run(self, on_tokens: OnTokens = lambda sampled: None) -> None:
         """Sample until there are enough tokens. Raises `OutriderError` when a shard cannot be written."""
-        index, total = num_stored(self._out)
+        index, total = num_stored(self._out / SAMPLES)
         before, started_s = total, time.monotonic()
 
         def on_written(stored: int, count: int) -> None:

@@ -1,7 +1,7 @@
 """A small model of the Llama architecture with the target's vocabulary, made of the target's own parts where they fit."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.distill.student import Batch, Losses, distillation_loss
+from engine.distill.shards import Text
+from engine.distill.student import Batch, Losses, distillation_loss, mixed_precision
 from engine.errors import ConfigError
 from engine.models import LoadedModel
 
@@ -49,12 +50,13 @@ class DraftStudent:
         """The Llama model."""
         return self._model  # type: ignore[no-any-return]
 
-    def loss(self, batch: Batch) -> Losses:
+    def loss(self, texts: Sequence[Text]) -> Losses:
         """Logits are computed only where the target wrote something."""
-        with self._mixed_precision(batch.ids.device):
+        batch = Batch.of(texts, self._model.device)
+        with mixed_precision(batch.ids.device, self._dtype):
             hidden = self._model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
             logits: Tensor = self._model.lm_head(hidden.flatten(0, 1)[batch.rows])
-        return distillation_loss(logits, batch)
+        return distillation_loss(logits, batch.said)
 
     def save(self, folder: Path) -> None:
         """Configuration and weights, the latter in the dtype that the device computes in."""
@@ -65,12 +67,6 @@ class DraftStudent:
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(folder)
         self._model.generation_config.save_pretrained(folder)
-
-    def _mixed_precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """On CPU casting the weights anew in every step costs more than products in bfloat16 save (docs/log.md)."""
-        if device.type == "cuda" and self._dtype == torch.bfloat16:  # float16 would need its gradients scaled
-            return torch.autocast(device.type, dtype=torch.bfloat16)
-        return nullcontext()
 
 
 def student_config(target: Any, *, layers: int, hidden: int | None) -> Any:

@@ -1,7 +1,7 @@
 """Texts that the target wrote, with its own log-probabilities, in files that are written whole or not at all."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,20 @@ from engine.types import TokenLogprob
 TOP_K = 20
 """Likeliest tokens that are stored with their log-probabilities, per position: as many as the engine reports."""
 BYTES_PER_TOKEN = 4 + TOP_K * (4 + 4)
+MOST_TOKENS = 1 << 62
 VALIDATION_EVERY = 20
 """One text in so many is never trained on."""
 NAMES = ("tokens", "lengths", "prompt_lengths", "top_ids", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """Where the target's hidden states over one text are on disk (`engine.distill.states`)."""
+
+    path: Path
+    start: int
+    """First row of the text in the file."""
+    end: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class Text:
     """[L - prompt_length, TOP_K]: the target's likeliest tokens at every position of the output, most likely first."""
     top_logprobs: npt.NDArray[np.float32]
     """The same shape: natural logarithms, of the distribution at temperature 1."""
+    states: StoredStates | None = None
+    """Of all its tokens, for students that read them."""
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], output: Sequence[TokenLogprob]) -> "Text":
@@ -90,6 +103,24 @@ def read_shard(folder: Path, index: int) -> list[Text]:
         )
         for end, length, prompt_length, output_end in zip(ends, lengths, prompt_lengths, output_ends, strict=True)
     ]
+
+
+def stored_texts(folder: Path, tokens: int) -> Iterator[list[Text]]:
+    """Complete shards in order, until the target has written ``tokens`` in them. Raises `OutriderError` for a damaged one."""
+    index, total = 0, 0
+    while total < tokens and shard_path(folder, index).is_file():
+        texts = read_shard(folder, index)
+        yield texts
+        total += sum(text.num_output for text in texts)
+        index += 1
+
+
+def num_stored(folder: Path, tokens: int | None = None) -> tuple[int, int]:
+    """(shards, tokens that the target wrote) of `stored_texts`; without ``tokens`` of all that is there."""
+    counts = [
+        sum(text.num_output for text in texts) for texts in stored_texts(folder, MOST_TOKENS if tokens is None else tokens)
+    ]
+    return len(counts), sum(counts)
 
 
 def split(texts: Iterable[Text]) -> tuple[list[Text], list[Text]]:

@@ -1,9 +1,10 @@
 """What the trainer needs of a model that learns from a target, and what such a model learns from."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,35 @@ top tokens."""
 
 
 @dataclass(frozen=True)
+class Said:
+    """What the target said at some rows, in the student's ids."""
+
+    next_ids: Tensor
+    """[N] int64: what it wrote there; -1 for what the student cannot say."""
+    top_ids: Tensor
+    """[N, K] int64."""
+    top_logprobs: Tensor
+    """[N, K] float32; -inf for what does not count."""
+
+    @classmethod
+    def of(cls, texts: Sequence[Text]) -> "Said":
+        """After all prompts, one text behind the other; on the CPU."""
+        return cls(
+            torch.cat([torch.from_numpy(text.tokens[text.prompt_length :]).long() for text in texts]),
+            torch.cat([torch.from_numpy(text.top_ids).long() for text in texts]),
+            torch.cat([torch.from_numpy(text.top_logprobs) for text in texts]),
+        )
+
+    def to(self, device: torch.device) -> "Said":
+        """The same there."""
+        return Said(self.next_ids.to(device), self.top_ids.to(device), self.top_logprobs.to(device))
+
+    def at(self, rows: Tensor) -> "Said":
+        """At these rows only."""
+        return Said(self.next_ids[rows], self.top_ids[rows], self.top_logprobs[rows])
+
+
+@dataclass(frozen=True)
 class Batch:
     """Texts of different lengths, filled up at the end, which no position before it can see."""
 
@@ -24,28 +54,21 @@ class Batch:
     """[B, L] int64."""
     rows: Tensor
     """[N] int64: positions in the flattened [B * L] whose next token the target wrote."""
-    next_ids: Tensor
-    """[N] int64: what it wrote there."""
-    top_ids: Tensor
-    """[N, K] int64."""
-    top_logprobs: Tensor
-    """[N, K] float32."""
+    said: Said
+    """Of these rows."""
 
     @classmethod
     def of(cls, texts: Sequence[Text], device: torch.device) -> "Batch":
         """Pack texts."""
         longest = max(len(text.tokens) for text in texts)
         ids = torch.zeros(len(texts), longest, dtype=torch.int64)
-        rows, next_ids = [], []
+        rows = []
         for index, text in enumerate(texts):
             tokens = torch.from_numpy(text.tokens).long()
             ids[index, : len(tokens)] = tokens
             first = index * longest + text.prompt_length
             rows.append(torch.arange(first - 1, first - 1 + text.num_output))
-            next_ids.append(tokens[text.prompt_length :])
-        top_ids = torch.cat([torch.from_numpy(text.top_ids).long() for text in texts])
-        top_logprobs = torch.cat([torch.from_numpy(text.top_logprobs) for text in texts])
-        return cls(*(part.to(device) for part in (ids, torch.cat(rows), torch.cat(next_ids), top_ids, top_logprobs)))
+        return cls(ids.to(device), torch.cat(rows).to(device), Said.of(texts).to(device))
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,8 @@ class Losses:
     overlap: float
     """Sums of min(p, q) over the target's top tokens: a lower bound of what the ratio test accepts at temperature 1."""
     num_rows: int
+    agreement_by_step: tuple[tuple[float, int], ...] = ()
+    """Of a student that drafts on: (rows that agree, rows) by how many of its own tokens lie between it and the target."""
 
 
 class Student(Protocol):
@@ -70,35 +95,44 @@ class Student(Protocol):
     def module(self) -> nn.Module:
         """The weights; those that are trained require gradients."""
 
-    def loss(self, batch: Batch) -> Losses:
-        """One forward over a batch."""
+    def loss(self, texts: Sequence[Text]) -> Losses:
+        """One forward over texts, on the device of the weights."""
 
     def save(self, folder: Path) -> None:
         """Write what serves as a draft: configuration and weights."""
 
 
-def distillation_loss(logits: Tensor, batch: Batch) -> Losses:
+def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """What to train in: on CPU casting weights anew in every step costs more than products in bfloat16 save (docs/log.md)."""
+    if device.type == "cuda" and dtype == torch.bfloat16:  # float16 would need its gradients scaled
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def distillation_loss(logits: Tensor, said: Said) -> Losses:
     """Divergence from the target plus a little cross-entropy of what it wrote, from the student's logits [N, V] at the rows.
 
     The target is known at its top K tokens. The rest of the vocabulary counts as one more token, with what is left of the
-    probability on either side; within the rest only the cross-entropy teaches.
+    probability on either side; within the rest only the cross-entropy teaches. Tokens that the student cannot say are part of
+    the target's rest: it learns to be unsure where they are likely.
     """
     logprobs = F.log_softmax(logits.float(), dim=-1)
-    ours = logprobs.gather(1, batch.top_ids)
-    theirs = batch.top_logprobs
+    ours = logprobs.gather(1, said.top_ids)
+    theirs = said.top_logprobs
     probs = theirs.exp()
     known = torch.where(probs > 0, probs * (theirs - ours), torch.zeros_like(ours)).sum(dim=1)
     divergence = known + _rest_divergence(probs, torch.where(probs > 0, ours.exp(), torch.zeros_like(ours)))
-    cross_entropy = -logprobs.gather(1, batch.next_ids[:, None])[:, 0]
+    wrote = logprobs.gather(1, said.next_ids.clamp_min(0)[:, None])[:, 0]
+    cross_entropy = -torch.where(said.next_ids >= 0, wrote, torch.zeros_like(wrote))
     with torch.no_grad():
-        agreement = (logprobs.argmax(dim=1) == batch.top_ids[:, 0]).sum()
+        agreement = ((logprobs.argmax(dim=1) == said.top_ids[:, 0]) & (probs[:, 0] > 0)).sum()
         overlap = torch.minimum(ours.exp(), probs).sum()
     return Losses(
         total=(divergence + CROSS_ENTROPY_WEIGHT * cross_entropy).sum(),
         divergence=float(divergence.detach().sum()),
         agreement=float(agreement),
         overlap=float(overlap),
-        num_rows=len(batch.rows),
+        num_rows=len(said.next_ids),
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from engine.distill.checkpoints import checkpoint_steps, load_state, load_weights, save_checkpoint
 from engine.distill.schedule import Budget, batch_at, in_parts, rate_factor
 from engine.distill.shards import Text
-from engine.distill.student import Batch, Losses, Student
+from engine.distill.student import Losses, Student
 from engine.errors import OutriderError
 
 BETAS = (0.9, 0.95)
@@ -47,7 +47,7 @@ class TrainingState:
     """Spent on steps, in all runs together."""
     num_rows: int = 0
     """Tokens of the target that were learned from, repetitions included."""
-    curve: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)
     """One row per evaluation on held-out texts."""
 
     @property
@@ -72,7 +72,6 @@ class Trainer:
         self._recipe = recipe
         self._folder = folder
         self._optimizer = _optimizer(student.module, recipe.learning_rate)
-        self._device = next(student.module.parameters()).device
         self._loss_sum, self._loss_rows = 0.0, 0
 
     def resume(self) -> bool:
@@ -138,13 +137,14 @@ class Trainer:
         return total / num_rows
 
     def _losses(self, indices: Sequence[int], texts: Sequence[Text]) -> Losses:
-        return self.student.loss(Batch.of([texts[index] for index in indices], self._device))
+        return self.student.loss([texts[index] for index in indices])
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         parts = in_parts(list(range(len(self._held_out))), self._recipe.part_texts)
         found = [self._losses(part, self._held_out) for part in parts]
         rows = sum(losses.num_rows for losses in found)
+        by_step = list(zip(*(losses.agreement_by_step for losses in found), strict=True))
         self.state.curve.append(
             {
                 "step": self.state.step,
@@ -155,6 +155,7 @@ class Trainer:
                 "divergence": sum(losses.divergence for losses in found) / rows,
                 "agreement": sum(losses.agreement for losses in found) / rows,
                 "overlap": sum(losses.overlap for losses in found) / rows,
+                **({"agreement_by_step": [_share(counts) for counts in by_step]} if by_step else {}),
             }
         )
         self._loss_sum, self._loss_rows = 0.0, 0
@@ -169,6 +170,10 @@ class Trainer:
             save_checkpoint(self._folder, self.state.step, self.student.module, stored, best_step=self.state.best_step)
         except OSError as error:
             raise OutriderError(f"--out: cannot write a checkpoint to {self._folder}: {error.strerror or error}") from None
+
+
+def _share(counts: Sequence[tuple[float, int]]) -> float:
+    return sum(count for count, _ in counts) / max(sum(rows for _, rows in counts), 1)
 
 
 def _optimizer(module: nn.Module, learning_rate: float) -> torch.optim.AdamW:

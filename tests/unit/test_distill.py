@@ -3,6 +3,7 @@
 import json
 import random
 from collections import namedtuple
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,13 @@ def test_prompts_have_no_open_slots_and_are_not_those_that_measure() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kind", "head"], "--kind head: must be one of draft"),
+        (["--kind", "tree"], "--kind tree: must be one of draft, head"),
+        (["--kind", "head", "--layers", "2"], "--layers has no meaning for --kind head: remove it, or set --kind draft"),
+        (["--kind", "head", "--hidden", "64"], "--hidden has no meaning for --kind head"),
+        (["--vocabulary", "64"], "--vocabulary has no meaning for --kind draft: remove it, or set --kind head"),
+        (["--kind", "head", "--vocabulary", "1"], "--vocabulary 1: must be at least 2"),
+        (["--samples", "/no/such/run"], "--samples: there is no run in /no/such/run"),
+        (["--samples", "/no/such/run", "--tokens", "900"], "--tokens says what to sample, and with --samples nothing is"),
         (["--steps", "5", "--minutes", "2"], "--steps and --minutes"),
         (["--layers", "0"], "--layers 0: must be at least 1"),
         (["--hidden", "-8"], "--hidden -8: must be at least 1"),
@@ -218,6 +225,29 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path: Path) -> None:
         find_plan(options(out, resume=True, prompts=own))
 
 
+def test_a_run_takes_the_samples_of_another_one_of_the_same_target(tmp_path: Path) -> None:
+    """Bug guarded: texts of another model; a run that goes on with other texts because the first one has sampled more since."""
+    first = tmp_path / "first"
+    begin(first, make_plan(options(first, tokens=900, temperature=0.7), ()))
+    with pytest.raises(ConfigError, match=r"--samples .*first: it holds no complete shard yet"):
+        find_plan(options(tmp_path / "second", samples=first))
+    write_shard(first / plans.SAMPLES, 0, [text((1, 2), (3,) * 40), text((4,), (5,) * 20)])
+    second = options(tmp_path / "second", kind="head", samples=first)
+    plan, _ = find_plan(second)
+    assert (plan.tokens, plan.temperature, plan.vocabulary) == (60, 0.7, plans.VOCABULARY)
+    assert plan.samples_folder(second.out) == first / plans.SAMPLES
+    with pytest.raises(ConfigError, match="its texts are of smollm2, not of --target other"):
+        find_plan(options(tmp_path / "second", samples=first, target="other"))
+    begin(second.out, plan)
+    assert not (second.out / plans.SAMPLES).exists()
+    write_shard(first / plans.SAMPLES, 1, [text((1, 2), (3,) * 40)])
+    continued, _ = find_plan(replace(second, resume=True))
+    assert continued == plan
+    assert shards.num_stored(plan.samples_folder(second.out), plan.tokens) == (1, 60)
+    with pytest.raises(ConfigError, match=r"--samples is .* now, but the run in"):
+        find_plan(replace(second, resume=True, samples=tmp_path))
+
+
 def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
     """Bug guarded: a traceback about a keyword argument."""
     begin(tmp_path, make_plan(options(tmp_path), ()))
@@ -233,13 +263,15 @@ def test_samples_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest
     check_room(tmp_path, 1_000_000)
     with pytest.raises(ConfigError, match=r"--out .*10000000 samples .* are free"):
         check_room(tmp_path, 10_000_000)
+    with pytest.raises(ConfigError, match=r"and 1.0 GiB of hidden states need .* are free"):
+        check_room(tmp_path, 1_000, state_bytes=2**30)
 
 
 def test_steps_default_to_a_few_passes(tmp_path: Path) -> None:
     """Bug guarded: a default that trains on a twentieth of what was sampled, or a hundred times over it."""
     plan = make_plan(options(tmp_path, tokens=1_000_000), ())
     assert plan.steps is not None
-    assert plan.steps * plans.BATCH_TEXTS * plan.output_tokens == pytest.approx(plans.PASSES * 1_000_000, rel=0.01)
+    assert plan.steps * plans.BATCH_TEXTS["draft"] * plan.output_tokens == pytest.approx(plans.PASSES * 1_000_000, rel=0.01)
     assert make_plan(options(tmp_path, minutes=3), ()).budget == Budget(minutes=3)
 
 
@@ -287,3 +319,7 @@ def test_the_card_says_how_to_serve_it_and_the_report_names_the_best(tmp_path: P
     card = model_card(tmp_path, json.loads(json.dumps(report)))
     assert f"draft: {{source: model, model: {tmp_path}}}" in card
     assert "| distilled | 0.30 | 0 | 30.0% | 50%  - | 40.0% | 1.10 at K=2 |" in card
+    report["plan"] |= {"kind": "head", "vocabulary": 8192}
+    card = model_card(tmp_path, report)
+    assert f"draft: {{source: heads, model: {tmp_path}}}" in card
+    assert "8,192 most frequent tokens" in card

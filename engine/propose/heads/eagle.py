@@ -230,11 +230,18 @@ class EagleHead(nn.Module):
         head._load(weights)
         return head
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, as `from_folder` reads them."""
+    def save(self, folder: str | Path, *, dtype: torch.dtype | None = None, with_embedding: bool = True) -> None:
+        """Write ``config.json`` and ``model.safetensors``, as `from_folder` reads them; weights in ``dtype`` (None: as is).
+
+        Without the embedding, which is often most of it, `from_folder` needs the target's.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+        weights = {
+            name: tensor.detach().to(dtype if tensor.is_floating_point() else None).contiguous()
+            for name, tensor in self.state_dict().items()
+            if with_embedding or name != "embed_tokens.weight"
+        }
         save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 

@@ -155,7 +155,7 @@ class HeadSource:
         num_kept = end - sequence.start
         if num_kept < num_cached:
             self._cache.truncate(sequence.cached, num_kept)
-        if num_kept < num_cached + sequence.num_pending:
+        if sequence.pending and num_kept < num_cached + sequence.num_pending:
             rows = torch.cat(sequence.pending)[: max(num_kept - num_cached, 0)]
             sequence.pending = [rows] if len(rows) else []
 

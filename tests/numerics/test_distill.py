@@ -549,6 +549,23 @@ def test_a_head_learns_from_the_samples_of_a_draft_and_is_measured_as_it_is_serv
     assert "draft: {source: heads" in (out / "README.md").read_text()
 
 
+def test_a_draft_is_trained_for_as_long_as_was_said(
+    target_folder: Path,
+    engine: LocalEngine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug guarded: minutes that are read as seconds or as steps, or a kind that is accepted and another one trained."""
+    real = acceptance.candidates
+    monkeypatch.setattr(acceptance, "candidates", lambda folder, kind: real(folder, kind)[:1])
+    assert distill(target_folder, tmp_path / "out", "--kind", "draft", "--minutes", "0.02", "--json") == EXIT_OK
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["training"]["steps"] >= 1
+    assert report["training"]["seconds"] >= 1.2
+    assert [row["name"] for row in report["candidates"]] == ["distilled"]
+
+
 def _shape_of(target: LoadedModel) -> tuple[Any, torch.Tensor]:
     return target.config, target.model.get_input_embeddings().weight.detach()
 

@@ -72,7 +72,14 @@ COMMANDS: dict[str, tuple[Entry, ...]] = {
         ),
         Ran("tests/unit/test_simulate_command.py::test_it_finds_the_fewest_gpus", "--max-itl-ms"),
     ),
-    "outrider distill": (Ran(DISTILLED, "--target --out --tokens --device"),),
+    "outrider distill": (
+        Ran(DISTILLED, "--target --out --tokens --device"),
+        Ran("tests/numerics/test_distill.py::test_a_draft_is_trained_for_as_long_as_was_said", "--kind --minutes"),
+        Ran(
+            "tests/numerics/test_distill.py::test_a_head_learns_from_the_samples_of_a_draft_and_is_measured_as_it_is_served",
+            "--samples",
+        ),
+    ),
     "outrider bench engine": (
         Ran("tests/numerics/test_documented_commands.py::test_bench_engine", "--quick --json --no-http --batches --set"),
     ),

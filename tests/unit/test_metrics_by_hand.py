@@ -48,7 +48,7 @@ class Target:
 class Draft:
     """Each propose is waited for during one unit, and says it took two. Wrong about the token after five; not there for "d"."""
 
-    available, prepares = True, False
+    available, prepares, extends = True, False, False
 
     def __init__(self, clock: FakeClock):
         self.clock = clock
@@ -126,8 +126,10 @@ class Lane:
     async def finish(self, *served: asyncio.Task[None]) -> None:
         """Play rounds until all requests have ended and the target has forgotten them."""
         rounds = asyncio.create_task(self.driver.run())
-        await asyncio.gather(*served)
-        await self.at_rest.wait()
+        ended = asyncio.gather(*served, self.at_rest.wait())
+        await asyncio.wait((rounds, ended), return_when=asyncio.FIRST_COMPLETED)
+        assert not rounds.done(), rounds.exception()
+        await ended
         rounds.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await rounds

@@ -50,6 +50,8 @@ from engine.types import TextChoice, TextOffer
 
 YIELD_DECAY = 0.93
 """Per round: a request remembers about 14 of them."""
+LEAST_SHARE = 0.02
+"""Of the requests: about what is left of one answer's after 54 rounds in which the text served all."""
 YIELD_START_TOKENS = 6.0
 """Made as planned, before a request's first round."""
 
@@ -73,6 +75,13 @@ class Chosen(NamedTuple):
     """Chance that all of these are."""
     survival: tuple[float, ...] = ()
     """Of the text's draft, as deep as it is."""
+    worth: float = 1.0
+    """Of one of the request's tokens (`autoscale.pace`)."""
+
+    @property
+    def worths(self) -> list[float]:
+        """Of the text's tokens, as they are likely kept."""
+        return [self.worth * chance for chance in self.survival]
 
     def promised_with(self, alpha: float, model_depth: int) -> float:
         """Tokens that the round is expected to make, the target's own included; ``model_depth``: of them the model drafted."""
@@ -119,8 +128,11 @@ class TextChooser:
 
     @property
     def model_share(self) -> float:
-        """Of the last rounds' requests, those for which the model was to draft, alone or after the text; 1 without text."""
-        return self._model_share
+        """Of the last rounds' requests, those for which the model was to draft, alone or after the text; 1 without text.
+
+        It fades and never comes to 0 of itself, but whoever has hardly any request to draft for is not wanted.
+        """
+        return self._model_share if self._model_share >= LEAST_SHARE else 0.0
 
     def reason(self) -> str:
         """How many requests were drafted for from their text in the last round; empty where there is no text."""
@@ -152,7 +164,7 @@ class TextChooser:
             gain = max(sum(text[:depth]) - depth * terms.position, 0.0)
             hybrid = best_hybrid(survival[: offer.extendable], worth, model, terms)
             is_held_back = self._is_held_back(offer, hybrid.gain - gain, terms)
-            chosen = _of_text(survival[:depth], gain, is_held_back)
+            chosen = _of_text(survival[:depth], gain, is_held_back, worth)
             is_text = gain >= hybrid.gain or is_held_back
             self._chosen[offer.request.request_id] = chosen if is_text else _with_model(chosen, hybrid, survival)
         return self._choices([offer for offer, _ in offers])
@@ -185,10 +197,11 @@ class TextChooser:
             self._chosen[request_id] = chosen
 
     def after_model(self, offer: TextOffer, worth: Sequence[float], drafted: int) -> list[float]:
-        """Worth of what the text offers after ``drafted`` tokens of the model, whose own positions are ``worth`` so much."""
-        if drafted == 0 or len(worth) < drafted:
+        """Worth of the text's tokens after ``drafted`` ones that end with the model's, which are ``worth`` so much each."""
+        num_model = drafted - self.of(offer.request.request_id).head
+        if not 0 < num_model <= len(worth):
             return []
-        return [worth[drafted - 1] * chance for chance in self.acceptance.survival(offer)]
+        return [worth[num_model - 1] * chance for chance in self.acceptance.survival(offer)]
 
     def observe(self, request_id: str, match: int, share: float, kept: int, tested: int) -> None:
         """As `TextAcceptance.observe`."""
@@ -238,9 +251,9 @@ class TextChooser:
         return forgone < terms.rate * (draft.time(offer.num_unread) - draft.time(1))
 
 
-def _of_text(survival: Sequence[float], gain: float, is_held_back: bool) -> Chosen:
+def _of_text(survival: Sequence[float], gain: float, is_held_back: bool, worth: float = 1.0) -> Chosen:
     depth = len(survival)
-    return Chosen(depth, gain, sum(survival), depth > 0, is_held_back, survival=tuple(survival))
+    return Chosen(depth, gain, sum(survival), depth > 0, is_held_back, survival=tuple(survival), worth=worth)
 
 
 def _with_model(chosen: Chosen, hybrid: Hybrid, survival: Sequence[float]) -> Chosen:

@@ -230,10 +230,9 @@ class LanePolicy:
         if self._fixed_depth is not None or not any(depths.values()):
             return depths
         plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
-        survivals = [self._texts.of(request_id).survival[:depth] for request_id, depth in depths.items()]
+        worths = [self._texts.of(request_id).worths[:depth] for request_id, depth in depths.items()]
         slack = self._slack(num_prompt_tokens + len(depths), 0)
-        rate = self._rate_beside_prompts(plan) * self._texts.factor
-        trimmed = allocate(survivals, rate, free, len(depths), num_prompt_tokens, slack)
+        trimmed = allocate(worths, self._rate_beside_prompts(plan), free, len(depths), num_prompt_tokens, slack)
         self._texts.trim(dict(zip(depths, trimmed, strict=True)))
         return {request_id: self._texts.of(request_id).depth for request_id in depths}
 
@@ -243,6 +242,8 @@ class LanePolicy:
             return [TextChoice(0, is_first=False)] * len(offers)
         if self._fixed_depth is not None:
             fixed = [self._fixed_survival(offer.request) if has_model else () for offer in offers]
+            if self._plan_round(batch_size, now_s).overlap is not None:
+                offers = [offer._replace(extendable=0) for offer in offers]
             return self._texts.choose_by_length(offers, fixed, self._fixed_depth)
         plan = self._plan_round(batch_size, now_s)
         worths = [self._paces.worth(offer.request, now_s) for offer in offers]
@@ -269,14 +270,13 @@ class LanePolicy:
             return [max(min(offer.length, self._fixed_depth - drafted), 0) for offer, drafted in offers]
         plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
         tails = [
-            self._texts.after_model(offer, plan.worths.get(offer.request.request_id, ())[:drafted], drafted)
-            for offer, drafted in offers
+            self._texts.after_model(offer, plan.worths.get(offer.request.request_id, ()), drafted) for offer, drafted in offers
         ]
         others: list[Sequence[float]] = [()] * (plan.batch - len(offers))
         slack = self._slack(plan.batch + num_prompt_tokens, num_drafted) if num_prompt_tokens else math.inf
-        rate = self._rate_beside_prompts(plan) if num_prompt_tokens else self._planned_rate(plan)
+        rate = self._rate_beside_prompts(plan) if num_prompt_tokens else self._planned_rate(plan) * self._texts.factor
         num_beside = num_prompt_tokens + num_drafted
-        depths = allocate([*tails, *others], rate * self._texts.factor, free, plan.effective_batch, num_beside, slack)
+        depths = allocate([*tails, *others], rate, free, plan.effective_batch, num_beside, slack)
         return depths[: len(offers)]
 
     def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None:
@@ -438,8 +438,8 @@ class LanePolicy:
 
     def _rate_beside_prompts(self, plan: LanePlan) -> float:
         if plan.overlap is None:
-            return self._prompts.rate(plan.sequential)
-        return self._prompts.rate(plan.overlap.throughput) * self._cost.target_slowdown
+            return self._prompts.rate(plan.sequential) * self._texts.factor
+        return self._prompts.rate(plan.overlap.throughput) * self._cost.target_slowdown * self._texts.factor
 
     def _slack(self, num_tokens: int, num_drafted: int) -> float:
         """Seconds by which drafts may yet lengthen a forward over ``num_tokens`` tokens, when ``num_drafted`` are added."""

@@ -426,9 +426,9 @@ class Scheduler:
             unread = _num_unread(item.request)
             offers.append(TextOffer(self._depth_request(item), len(tokens), match, share, unread, extendable))
         choices = self.policy.text_choices(offers, len(decoding), now_s, has_model=drafts)
-        for item, choice in zip(decoding, choices, strict=True):
+        for item, offer, choice in zip(decoding, offers, choices, strict=True):
             item.text_depth, item.text_first = choice.depth, choice.is_first
-            item.extended = min(choice.extended, self.num_before_end(item.request, item.text.tokens)) if extends else 0
+            item.extended = min(choice.extended, offer.extendable)
         self._trim_texts(plan, decoding, now_s)
 
     def _trim_texts(self, plan: Plan, decoding: Sequence[Planned], now_s: float) -> None:

@@ -43,28 +43,33 @@ class _Ngrams:
             for n in range(self._min_ngram, min(self._max_ngram, end) + 1):
                 self._followers[tuple(ids[end - n : end])] = end
         self._num_indexed = len(ids)
-        return self._look_up(ids, depth)
+        return self._look_up(ids, (), depth)
 
     def draft_after(self, ids: Sequence[int], drafted: Sequence[int], depth: int) -> TextDraft:
-        return self._look_up([*ids, *drafted], depth)
+        return self._look_up(ids, drafted, depth)
 
-    def _look_up(self, ids: Sequence[int], depth: int) -> TextDraft:
-        for n in range(min(self._max_ngram, len(ids)), self._min_ngram - 1, -1):
-            start = self._followers.get(tuple(ids[len(ids) - n :]))
+    def _look_up(self, ids: Sequence[int], drafted: Sequence[int], depth: int) -> TextDraft:
+        """What followed the last tokens of ``ids`` and ``drafted``; only ``ids`` are indexed, and never copied whole."""
+        newest = (*ids[max(len(ids) - LONGEST_COUNTED, 0) :], *drafted)
+        for n in range(min(self._max_ngram, len(newest)), self._min_ngram - 1, -1):
+            start = self._followers.get(newest[len(newest) - n :])
             if start is not None:
-                return TextDraft(self._continue(ids, start, depth), _match_length(ids, start, n))
+                return TextDraft(self._continue(ids, drafted, start, depth), _match_length(ids, newest, start, n))
         return NO_TEXT
 
     @staticmethod
-    def _continue(ids: Sequence[int], start: int, depth: int) -> tuple[int, ...]:
-        """``depth`` tokens from ``start`` on; a match that reaches the end repeats itself (a loop of period end - start)."""
-        period = len(ids) - start
-        return tuple(ids[start + j % period] for j in range(depth))
+    def _continue(ids: Sequence[int], drafted: Sequence[int], start: int, depth: int) -> tuple[int, ...]:
+        """``depth`` tokens from ``start`` on; a match that reaches the end repeats itself (a loop of all from ``start`` on)."""
+        followed = tuple(ids[start : start + depth])
+        if len(followed) == depth:
+            return followed
+        loop = (*followed, *drafted)
+        return tuple(loop[j % len(loop)] for j in range(depth))
 
 
-def _match_length(ids: Sequence[int], start: int, known: int) -> int:
-    """How many tokens before ``start`` are those at the end, of which ``known`` are known to be, as far as that is counted."""
-    length, most = known, min(start, LONGEST_COUNTED)
-    while length < most and ids[start - 1 - length] == ids[len(ids) - 1 - length]:
+def _match_length(ids: Sequence[int], newest: Sequence[int], start: int, known: int) -> int:
+    """How many tokens before ``start`` are the ``newest``, of which ``known`` are known to be, as far as that is counted."""
+    length, most = known, min(start, len(newest), LONGEST_COUNTED)
+    while length < most and ids[start - 1 - length] == newest[len(newest) - 1 - length]:
         length += 1
     return length

@@ -22,10 +22,13 @@ def _ask(
     return proposal
 
 
-def _search(ids: list[int], max_ngram: int, min_ngram: int, depth: int) -> tuple[int, ...]:
-    """What followed the most recent earlier occurrence of the longest suffix that has one; a match up to the end goes round."""
+def _search(ids: list[int], max_ngram: int, min_ngram: int, depth: int, num_known: int | None = None) -> tuple[int, ...]:
+    """What followed the most recent earlier occurrence of the longest suffix that has one; a match up to the end goes round.
+
+    ``num_known``: occurrences among so many first tokens count; None = all.
+    """
     for n in range(max_ngram, min_ngram - 1, -1):
-        for start in range(len(ids) - 1, n - 1, -1):
+        for start in range((len(ids) if num_known is None else num_known) - 1, n - 1, -1):
             if len(ids) >= n and ids[start - n : start] == ids[len(ids) - n :]:
                 period = len(ids) - start
                 return tuple(ids[start + j % period] for j in range(depth))
@@ -47,6 +50,16 @@ def test_equals_a_plain_search(ids: list[int], cuts: list[int], max_ngram: int, 
         assert proposal.known_length == end
         assert (proposal.reason is None) == bool(proposal.tokens)
         base = end
+
+
+@given(words, st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 2), st.integers(0, 40))
+def test_drafts_of_others_are_gone_on_after(ids: list[int], drafted: list[int], most: int, least: int, depth: int) -> None:
+    """Bug guarded: what follows a draft is looked up as if it were committed, or a loop leaves the draft's tokens out."""
+    source = NgramSource(max(most, least), least)
+    _ask(source, ids, depth=0)
+    found = source.look_after("s", drafted, depth)
+    assert found.tokens == _search([*ids, *drafted], max(most, least), least, depth, num_known=len(ids))
+    assert _ask(source, [], len(ids), depth).tokens == _search(ids, max(most, least), least, depth)
 
 
 @given(words, words, st.data())

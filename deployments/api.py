@@ -35,6 +35,10 @@ HEARTBEAT_S = 15.0
 """Longest silence of a stream: proxies close connections that say nothing."""
 STATUS_TIMEOUT_S = 5.0
 OPEN_PATHS = frozenset({"/health", "/livez", "/dashboard"})
+"""For probes, and the page without any data. `/health` tells those without a key `PROBED` alone."""
+PROBED = ("ready", "reason")
+_HAS_KEY = "outrider.has_key"
+"""In the scope of a connection: whether it may know everything."""
 """What answers without a key; every other route, also a new one, needs one. The page holds no data and asks for the key."""
 
 LONGEST_REQUEST_ID = 128
@@ -132,9 +136,10 @@ def _add_operations_routes(app: FastAPI, state: ApiState) -> None:
         return _json({"alive": True})
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         status = await _status(state)
-        return _json(status, 200 if status.get("ready") else 503)
+        told = status if request.scope[_HAS_KEY] else {name: status[name] for name in PROBED if name in status}
+        return _json(told, 200 if status.get("ready") else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -450,7 +455,9 @@ class _Envelope:
         reply = _Reply(send, name if self._answers_request_id else None)
         named = request_id.set(name)
         try:
-            self._check_key(scope["path"], headers.get("authorization", ""))
+            scope[_HAS_KEY] = self._keys is None or self._has_key(self._keys, headers.get("authorization", ""))
+            if not scope[_HAS_KEY] and scope["path"] not in OPEN_PATHS:
+                raise _key_needed()
             await self._app(scope, receive, reply)
         except Exception as error:
             answer = _logged(error)
@@ -460,13 +467,15 @@ class _Envelope:
         finally:
             request_id.reset(named)
 
-    def _check_key(self, path: str, authorization: str) -> None:
-        if self._keys is None or path in OPEN_PATHS:
-            return
+    @staticmethod
+    def _has_key(keys: Keys, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not self._keys.accepts(key.strip()):
-            message = "a valid API key is needed: send the header 'Authorization: Bearer <key>'"
-            raise ApiError(401, message, code=_STATUS_CODES[401], headers={"WWW-Authenticate": "Bearer"})
+        return scheme.lower() == "bearer" and keys.accepts(key.strip())
+
+
+def _key_needed() -> ApiError:
+    message = "a valid API key is needed: send the header 'Authorization: Bearer <key>'"
+    return ApiError(401, message, code=_STATUS_CODES[401], headers={"WWW-Authenticate": "Bearer"})
 
 
 class _Reply:

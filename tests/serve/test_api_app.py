@@ -119,7 +119,7 @@ def make_app(lanes, *, config=None, ready=True, **state):
     async def status():
         if ready is None:
             raise RuntimeError("/secret/path")
-        return {"ready": ready, "reason": None if ready else "no lane is ready"}
+        return {"ready": ready, "reason": None if ready else "no lane is ready", "targets": {"lane": {"path": "native"}}}
 
     async def metrics():
         return "# HELP x y\nx 1\n"
@@ -926,6 +926,17 @@ async def test_keys_guard_every_route():
             for key in ("good", "other"):
                 reply = await client.request(method, path, headers={"authorization": f"Bearer {key}"})
                 assert reply.status_code != 401
+
+
+async def test_health_tells_strangers_whether_it_is_ready_and_no_more():
+    """Guards: kernels, devices and process ids for everybody who reaches the port; a probe that needs a key."""
+    app = make_app(FakeLanes(), api_keys=KeySet.of("good"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        strangers = await client.get("/health", headers={"authorization": "Bearer bad"})
+        known = await client.get("/health", headers={"authorization": "Bearer good"})
+    assert strangers.status_code == known.status_code == 200
+    assert strangers.json().keys() == {"ready", "reason"}
+    assert known.json().keys() > strangers.json().keys()
 
 
 async def test_request_ids():

@@ -1,0 +1,15 @@
+"""Errors of the disk, whatever library writes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
+
+
+@contextmanager
+def disk_errors(raised: type[Exception] = SafetensorError) -> Iterator[None]:
+    """Around a write by a library that has an exception of its own, ``raised``, for a full disk: it becomes an OSError."""
+    try:
+        yield
+    except raised as error:
+        raise OSError(str(error).partition("\n")[0]) from error

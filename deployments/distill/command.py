@@ -5,13 +5,24 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from deployments.distill.plan import CHECKPOINTS, STATES, DistillOptions, DistillPlan, begin, check_room, find_plan
+from deployments.distill.plan import (
+    CHECKPOINTS,
+    STATES,
+    DistillOptions,
+    DistillPlan,
+    begin,
+    check_room,
+    check_state_room,
+    find_plan,
+    state_tokens,
+)
 from engine.config import use_patient_threads
 from engine.errors import ConfigError, OutriderError
 from engine.testing.profiles import is_emulated
@@ -33,7 +44,7 @@ def run_distill(options: DistillOptions, *, as_json: bool) -> int:
     """
     plan, texts = find_plan(options)
     use_patient_threads()
-    _check_target(plan, options.device)
+    plan = _fit_to_target(options, plan)
     begin(options.out, plan)
     samples = _sample(options, plan, texts)
     if plan.kind == "head":
@@ -45,20 +56,33 @@ def run_distill(options: DistillOptions, *, as_json: bool) -> int:
     return 0
 
 
-def _check_target(plan: DistillPlan, device: str) -> None:
-    """What can be known without weights: the target exists, and a student of this shape fits beside it."""
+def _fit_to_target(options: DistillOptions, plan: DistillPlan) -> DistillPlan:
+    """What can be known without weights: the target exists, and a student of this shape fits beside it.
+
+    Returns the plan with a head's vocabulary at most the target's. Raises `ConfigError`, also for one that was asked for.
+    """
     from engine.distill.draft_student import student_config
     from engine.distill.head_student import check_fits
     from engine.models import choose_device, load_tokenizer
 
     if is_emulated(plan.target):
         raise ConfigError(f"--target '{plan.target}' is emulated: it has no logits to learn from; name a real model")
-    choose_device(device, "--device")
+    choose_device(options.device, "--device")
     config = load_tokenizer(plan.target, "--target").config
-    if plan.kind == "head":
-        check_fits(config, plan.target)
-    else:
+    if plan.kind == "draft":
         student_config(config, layers=plan.layers, hidden=plan.hidden)
+        return plan
+    check_fits(config, plan.target)
+    vocab_size = config.get_text_config().vocab_size
+    if options.vocabulary is not None and options.vocabulary > vocab_size:
+        raise ConfigError(f"--vocabulary {options.vocabulary}: the target has {vocab_size} tokens; give at most as many")
+    return replace(plan, vocabulary=min(_vocabulary(plan), vocab_size))
+
+
+def _vocabulary(plan: DistillPlan) -> int:
+    if plan.vocabulary is None:
+        raise ValueError("the plan of a head has a vocabulary")
+    return plan.vocabulary
 
 
 def _sample(options: DistillOptions, plan: DistillPlan, texts: tuple[str, ...]) -> dict[str, Any]:
@@ -76,8 +100,7 @@ def _sample(options: DistillOptions, plan: DistillPlan, texts: tuple[str, ...]) 
             raise OutriderError(
                 f"--samples {plan.samples}: {plan.tokens - stored} tokens of its samples are not there any more"
             )
-        state_bytes = (plan.tokens - stored) * _state_bytes(plan) if plan.kind == "head" else 0
-        check_room(options.out, plan.tokens - stored, state_bytes)
+        check_room(options.out, plan.tokens - stored, _most_state_bytes(options, plan))
         with console.status("loading the target"):
             engine = build_local_engine(engine_config(plan.target, options.device, {"source": "none"}))
         with _progress("{task.fields[rate]}", MofNCompleteColumn()) as progress:
@@ -108,7 +131,7 @@ def _store_states(options: DistillOptions, plan: DistillPlan) -> None:
     if not missing:
         return
     num_tokens = sum(len(text.tokens) for _, texts in missing for text in texts)
-    check_room(options.out, 0, num_tokens * _state_bytes(plan))
+    check_state_room(options.out, plan, num_tokens * _state_bytes(options, plan))
     with console.status("loading the target"):
         writer = StateWriter(_target_with_states(options, plan), folder)
     with _progress(MofNCompleteColumn()) as progress:
@@ -119,12 +142,24 @@ def _store_states(options: DistillOptions, plan: DistillPlan) -> None:
     gc.collect()
 
 
-def _state_bytes(plan: DistillPlan) -> int:
-    """Of one token, at the two bytes per number that the target computes in where it can."""
-    from engine.models import load_tokenizer
+def _most_state_bytes(options: DistillOptions, plan: DistillPlan) -> int:
+    """Hidden states of all texts, those that are sampled by now and the others; 0 for a draft."""
+    from engine.distill.shards import stored_texts
+
+    if plan.kind != "head":
+        return 0
+    texts = [text for shard in stored_texts(plan.samples_folder(options.out), plan.tokens) for text in shard]
+    missing = plan.tokens - sum(text.num_output for text in texts)
+    return state_tokens(plan, sum(len(text.tokens) for text in texts), missing) * _state_bytes(options, plan)
+
+
+def _state_bytes(options: DistillOptions, plan: DistillPlan) -> int:
+    """Of one token, in the dtype that the target computes in on this machine."""
+    from engine.models import choose_device, choose_dtype, load_tokenizer
     from engine.propose.heads.eagle import NUM_FUSED
 
-    return int(2 * NUM_FUSED * load_tokenizer(plan.target, "--target").config.get_text_config().hidden_size)
+    dtype, _ = choose_dtype("auto", choose_device(options.device, "--device"))
+    return int(dtype.itemsize * NUM_FUSED * load_tokenizer(plan.target, "--target").config.get_text_config().hidden_size)
 
 
 def _target_with_states(options: DistillOptions, plan: DistillPlan) -> "Target":
@@ -193,7 +228,7 @@ def _build_student(options: DistillOptions, plan: DistillPlan, texts: "Sequence[
     if plan.kind == "draft":
         return DraftStudent.build(target, layers=plan.layers, hidden=plan.hidden, dtype=dtype, seed=plan.seed)
     vocab_size = target.config.get_text_config().vocab_size
-    draft_ids = most_frequent(texts, min(plan.vocabulary or vocab_size, vocab_size), vocab_size)
+    draft_ids = most_frequent(texts, _vocabulary(plan), vocab_size)
     return HeadStudent.build(target, draft_ids=draft_ids, dtype=dtype, seed=plan.seed)
 
 

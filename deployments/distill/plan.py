@@ -24,6 +24,7 @@ SAMPLING = ("tokens", "temperature", "prompts")
 VOCABULARY, QUICK_VOCABULARY = 8192, 1024
 TOKENS, QUICK_TOKENS = 2_000_000, 2_000
 OUTPUT_TOKENS, QUICK_OUTPUT_TOKENS = 128, 32
+MAX_PROMPT_TOKENS = 512
 LAYERS, QUICK_LAYERS = 4, 2
 PASSES = 3
 """Over the samples, when neither steps nor minutes are given."""
@@ -79,9 +80,9 @@ class DistillPlan:
     seed: int
     quick: bool
     vocabulary: int | None = None
-    """Draft ids of a head, if the target has as many."""
+    """Draft ids of a head, none for a draft."""
     samples: str | None = None
-    """Folder of the run whose samples are used."""
+    """Folder of the run that sampled what is used here; None = this one samples."""
 
     @property
     def budget(self) -> Budget:
@@ -123,7 +124,7 @@ def make_plan(options: DistillOptions, texts: tuple[str, ...]) -> DistillPlan:
         seed=options.seed or 0,
         quick=quick,
         vocabulary=options.vocabulary or (QUICK_VOCABULARY if quick else VOCABULARY) if kind == "head" else None,
-        samples=None if options.samples is None else str(options.samples.resolve()),
+        samples=None if other is None else other.samples,
     )
 
 
@@ -155,7 +156,10 @@ def _output_tokens(quick: bool) -> int:
 
 
 def _samples_of(options: DistillOptions) -> DistillPlan:
-    """The plan of the run whose samples are to be used, with as many tokens as are there. Raises `ConfigError`."""
+    """The plan of the run whose samples are to be used, with their folder and as many tokens as are there.
+
+    Raises `ConfigError`.
+    """
     folder = options.samples
     assert folder is not None
     for name in SAMPLING:
@@ -164,10 +168,20 @@ def _samples_of(options: DistillOptions) -> DistillPlan:
     plan = _read_plan(folder, "--samples")
     if plan.target != options.target:
         raise ConfigError(f"--samples {folder}: its texts are of {plan.target}, not of --target {options.target}")
-    shards, tokens = num_stored(plan.samples_folder(folder))
+    sampled_in = _sampled_in(folder)
+    shards, tokens = num_stored(Path(sampled_in) / SAMPLES)
     if shards == 0:
-        raise ConfigError(f"--samples {folder}: it holds no complete shard yet; `outrider distill --resume` samples on there")
-    return replace(plan, tokens=tokens)
+        raise ConfigError(
+            f"--samples {folder}: there is no complete shard in {sampled_in}; `outrider distill --resume` samples on there"
+        )
+    return replace(plan, tokens=tokens, samples=sampled_in)
+
+
+def _sampled_in(folder: Path) -> str:
+    """The run in ``folder``, or the one whose samples that run was begun with: where the shards are."""
+    is_run = (folder / PLAN_FILE).is_file()
+    samples = _read_plan(folder, "--samples").samples_folder(folder) if is_run else folder / SAMPLES
+    return str(samples.parent.resolve())
 
 
 def find_plan(options: DistillOptions) -> tuple[DistillPlan, tuple[str, ...]]:
@@ -200,14 +214,37 @@ def begin(out: Path, plan: DistillPlan) -> None:
 
 
 def check_room(out: Path, tokens: int, state_bytes: int = 0) -> None:
-    """Raise `ConfigError` when so many more samples, or hidden states beside them (bytes), do not fit on the disk."""
+    """Raise `ConfigError` when so many more samples, and beside them hidden states of at most so many bytes, do not fit."""
     needed, free = tokens * BYTES_PER_TOKEN + state_bytes + SPARE_BYTES, shutil.disk_usage(out).free
     if needed > free:
-        states = f" and {state_bytes / 2**30:.1f} GiB of hidden states" if state_bytes else ""
+        states = f" and at most {_gib(state_bytes)} of hidden states, prompts at their longest," if state_bytes else ""
         raise ConfigError(
-            f"--out {out}: {tokens} samples with their {TOP_K} likeliest tokens{states} need {needed / 2**30:.1f} GiB, "
-            f"{free / 2**30:.1f} are free: choose another disk or fewer --tokens"
+            f"--out {out}: {tokens} samples with their {TOP_K} likeliest tokens{states} need {_gib(needed)}, "
+            f"{_gib(free)} are free: free some and go on with --resume, or begin another run with --out on another disk or "
+            "fewer --tokens"
         )
+
+
+def check_state_room(out: Path, plan: DistillPlan, state_bytes: int) -> None:
+    """Raise `ConfigError` when the hidden states of samples that are there (bytes) do not fit on the disk."""
+    needed, free = state_bytes + SPARE_BYTES, shutil.disk_usage(out).free
+    if needed > free:
+        raise ConfigError(
+            f"--out {out}: the hidden states of its samples need {_gib(needed)}, {_gib(free)} are free: free some and go on "
+            f"with --resume, or begin another run with --out on another disk and --samples {plan.samples_folder(out).parent}"
+        )
+
+
+def state_tokens(plan: DistillPlan, sampled: int, missing: int) -> int:
+    """Most tokens that hidden states are stored of: of texts with ``sampled`` tokens, and of those that ``missing`` will be in.
+
+    Texts that end early are more of them, which prompts below their longest make up for.
+    """
+    return sampled + -(-missing // plan.output_tokens) * (MAX_PROMPT_TOKENS + plan.output_tokens)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -220,7 +257,7 @@ def write_text(path: Path, text: str) -> None:
 def _continued(options: DistillOptions, texts: tuple[str, ...]) -> DistillPlan:
     plan = _read_plan(options.out, "--resume")
     given: dict[str, Any] = {name: getattr(options, name, None) for name in (field.name for field in fields(DistillPlan))}
-    samples = None if options.samples is None else str(options.samples.resolve())
+    samples = None if options.samples is None else _sampled_in(options.samples)
     given |= {"prompts": _digest(texts), "quick": options.quick or None, "samples": samples}
     for name, value in given.items():
         begun = getattr(plan, name)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from deployments.distill.plan import SAMPLES, DistillPlan
+from deployments.distill.plan import MAX_PROMPT_TOKENS, SAMPLES, DistillPlan
 from deployments.distill.prompts import endless
 from engine.build import LocalEngine
 from engine.distill.shards import TOP_K, Text, num_stored, write_shard
@@ -20,7 +20,6 @@ SHARD_TEXTS = 64
 """A run that is killed loses at most so many; each shard ends with a batch that runs empty."""
 LEAST_TEXTS = 8
 """In a shard: the last few tokens are not worth a batch of one or two texts each."""
-MAX_PROMPT_TOKENS = 512
 QUESTION_TOKENS = 48
 """Longest question that the target makes up itself."""
 MARK = "⟦question⟧"

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from engine.distill.files import disk_errors
 from engine.errors import OutriderError
 
 KEPT = 2
@@ -18,13 +19,18 @@ WEIGHTS, STATE = "weights.safetensors", "state.pt"
 
 
 def save_checkpoint(folder: Path, step: int, module: nn.Module, state: Mapping[str, Any], *, best_step: int) -> None:
-    """Write the trained weights and ``state`` (tensors and plain values), then delete what is neither new nor the best."""
+    """Write the trained weights and ``state`` (tensors and plain values), then delete what is neither new nor the best.
+
+    Raises OSError.
+    """
     path = _path(folder, step)
     partial = path.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(trained_weights(module), partial / WEIGHTS)
-    torch.save(dict(state), partial / STATE)
+    with disk_errors():
+        save_file(trained_weights(module), partial / WEIGHTS)
+    with disk_errors(RuntimeError):  # what torch's own writer raises
+        torch.save(dict(state), partial / STATE)
     shutil.rmtree(path, ignore_errors=True)  # of a run that went on from an older one
     os.replace(partial, path)
     kept = {*checkpoint_steps(folder)[-KEPT:], best_step, step}

@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from engine.distill.files import disk_errors
 from engine.distill.shards import Text
 from engine.distill.student import Batch, Losses, distillation_loss, mixed_precision
 from engine.errors import ConfigError
@@ -59,12 +60,13 @@ class DraftStudent:
         return distillation_loss(logits, batch.said)
 
     def save(self, folder: Path) -> None:
-        """Configuration and weights, the latter in the dtype that the device computes in."""
+        """Configuration and weights, the latter in the dtype that the device computes in. Raises OSError."""
         config, tied = self._model.config, self._model.config.tie_word_embeddings
         config.dtype, config.architectures = self._dtype, [type(self._model).__name__]
         state = self._model.state_dict()
         kept = {name: tensor.to(self._dtype).contiguous() for name, tensor in state.items() if not (tied and name == TIED_HEAD)}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        with disk_errors():
+            save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(folder)
         self._model.generation_config.save_pretrained(folder)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine.distill.files import disk_errors
 from engine.distill.shards import Text
 from engine.distill.states import read_states
 from engine.distill.student import Losses, Said, distillation_loss, mixed_precision
@@ -76,8 +77,12 @@ class HeadStudent:
         return _together(found)
 
     def save(self, folder: Path) -> None:
-        """Configuration and weights, without the target's embedding, in the dtype that the device computes in."""
-        self._head.save(folder, dtype=self._dtype, with_embedding=False)
+        """Configuration and weights, without the target's embedding, in the dtype that the device computes in.
+
+        Raises OSError.
+        """
+        with disk_errors():
+            self._head.save(folder, dtype=self._dtype, with_embedding=False)
 
     def _cut(self, said: Said) -> Said:
         """In draft ids; what the head cannot say is -1 and does not count."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from engine.distill.files import disk_errors
 from engine.errors import OutriderError
 from engine.types import TokenLogprob
 
@@ -80,7 +81,8 @@ def write_shard(folder: Path, index: int, texts: Sequence[Text]) -> None:
         np.concatenate([text.top_ids for text in texts]),
         np.concatenate([text.top_logprobs for text in texts]),
     )
-    save_file(dict(zip(NAMES, arrays, strict=True)), partial)
+    with disk_errors():
+        save_file(dict(zip(NAMES, arrays, strict=True)), partial)
     os.replace(partial, path)
 
 

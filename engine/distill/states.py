@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.distill.files import disk_errors
 from engine.distill.shards import StoredStates, Text
 from engine.errors import OutriderError
 
@@ -28,7 +29,9 @@ def write_states(folder: Path, index: int, rows: Sequence[Tensor]) -> None:
     """Store [L, H * layers] per text under the final name only when all of them are on disk. Raises OSError."""
     path = states_path(folder, index)
     partial = path.with_suffix(".partial")
-    save_file({NAME: torch.cat(list(rows)).cpu().contiguous()}, partial)
+    states = torch.cat(list(rows)).cpu().contiguous()
+    with disk_errors():
+        save_file({NAME: states}, partial)
     os.replace(partial, path)
 
 

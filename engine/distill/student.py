@@ -99,7 +99,7 @@ class Student(Protocol):
         """One forward over texts, on the device of the weights."""
 
     def save(self, folder: Path) -> None:
-        """Write what serves as a draft: configuration and weights."""
+        """Write what serves as a draft: configuration and weights. Raises OSError."""
 
 
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

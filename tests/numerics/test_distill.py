@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from tiny_models import VOCAB, plain_logits, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -16,22 +18,24 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from deployments.cli import EXIT_OK, EXIT_USAGE, main
 from deployments.distill import acceptance, command, sample
-from deployments.distill.plan import SAMPLES
+from deployments.distill.plan import SAMPLES, DistillOptions, make_plan
 from deployments.distill.sample import Sampler
 from deployments.distill.states import StateWriter
 from engine import build, calibrate
+from engine import models as engine_models
 from engine.build import LocalEngine, build_local_engine
-from engine.distill import train
+from engine.distill import checkpoints, draft_student, states, train
 from engine.distill.checkpoints import KEPT, checkpoint_steps, save_checkpoint
 from engine.distill.draft_student import DraftStudent, _inherit, chosen_layers, student_config
 from engine.distill.head_student import NUM_STEPS, STEP_WEIGHT, Drafts, HeadStudent, check_fits, most_frequent
 from engine.distill.schedule import Budget
-from engine.distill.shards import TOP_K, Text, stored_texts
+from engine.distill.shards import TOP_K, Text, stored_texts, write_shard
 from engine.distill.states import read_states, with_states, write_states
 from engine.distill.student import CROSS_ENTROPY_WEIGHT, Batch, Said, Student, distillation_loss
 from engine.distill.train import Recipe, Trainer
 from engine.errors import ConfigError, OutriderError
-from engine.models import LoadedModel, load_model
+from engine.models import LoadedModel, load_model, load_tokenizer
+from engine.propose.heads import eagle
 from engine.propose.heads.eagle import EagleHead
 from engine.types import TokenLogprob
 from engine.verify.target import Target
@@ -282,6 +286,41 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "step-0000001" / "state.pt").write_bytes(b"nothing")
     with pytest.raises(OutriderError, match="step-0000001 is damaged"):
         trainer(target, texts, tmp_path, steps=1).resume()
+
+
+def _full(*arguments: Any, **keywords: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def _full_for_torch(*arguments: Any) -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nC++ stack")
+
+
+@pytest.mark.parametrize(
+    ("module", "write"),
+    [
+        (states, lambda folder: write_states(folder, 0, [torch.zeros(2, 6)])),
+        (checkpoints, lambda folder: save_checkpoint(folder, 1, torch.nn.Linear(2, 2), {}, best_step=1)),
+        (draft_student, lambda folder: student_of(tiny_target()).save(folder)),
+        (eagle, lambda folder: head_of(tiny_target()).save(folder)),
+    ],
+    ids=["states", "checkpoint", "draft", "head"],
+)
+def test_a_full_disk_is_an_error_of_the_disk(
+    module: Any, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug guarded: a traceback after hours, because safetensors does not raise the system's error."""
+    monkeypatch.setattr(module, "save_file", _full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write(tmp_path)
+
+
+def test_a_full_disk_ends_a_training_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a traceback of the optimizer's state, which torch writes and raises RuntimeError for."""
+    target = tiny_target()
+    monkeypatch.setattr(torch, "save", _full_for_torch)
+    with pytest.raises(OutriderError, match=r"--out: cannot write a checkpoint to .* 704 vs 598; is the disk full\?$"):
+        trainer(target, texts_of(target, 16), tmp_path, steps=1).run()
 
 
 # --- a head -----------------------------------------------------------------------------------------------------------------
@@ -618,6 +657,7 @@ def _killing(shard: Callable[..., list[Text]], index: int) -> Callable[..., list
         (["--layers", "3"], "--layers 3: must lie between 1 and 2"),
         (["--hidden", "12"], "--hidden 12: must be a multiple of"),
         (["--device", "tpu"], "--device: 'tpu' is not a device"),
+        (["--kind", "head", "--vocabulary", "98"], "--vocabulary 98: the target has 97 tokens; give at most as many"),
     ],
 )
 def test_what_the_target_does_not_allow_is_refused_before_anything_is_written(
@@ -628,6 +668,30 @@ def test_what_the_target_does_not_allow_is_refused_before_anything_is_written(
     assert distill(target_folder, out, *arguments) == EXIT_USAGE
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_vocabulary_of_a_head_is_at_most_the_targets(target_folder: Path, tmp_path: Path) -> None:
+    """Bug guarded: a plan and a model card that name 8,192 draft ids for a target that has fewer."""
+    options = DistillOptions(str(target_folder), tmp_path / "out", kind="head", device="cpu")
+    assert command._fit_to_target(options, make_plan(options, ())).vocabulary == VOCAB
+    given = replace(options, vocabulary=VOCAB - 1)
+    assert command._fit_to_target(given, make_plan(given, ())).vocabulary == VOCAB - 1
+
+
+def test_room_is_asked_for_in_the_dtype_that_states_are_stored_in(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug guarded: half the room asked for where the target computes in float32; stored texts counted at their longest."""
+    options = DistillOptions(str(target_folder), tmp_path, kind="head", tokens=1280, device="cpu")
+    plan = make_plan(options, ())
+    width = load_tokenizer(str(target_folder)).config.hidden_size
+    (tmp_path / SAMPLES).mkdir()
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        monkeypatch.setattr(engine_models, "choose_dtype", lambda name, device, dtype=dtype: (dtype, ""))
+        assert command._most_state_bytes(options, plan) == 10 * (128 + 512) * 3 * width * size
+    text = Text.of((1,) * 30, [TokenLogprob(2, 0.0, ((2, -0.1),))] * 128)
+    write_shard(tmp_path / SAMPLES, 0, [text] * 9)
+    assert command._most_state_bytes(options, plan) == (9 * 158 + 128 + 512) * 3 * width * 2
 
 
 def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

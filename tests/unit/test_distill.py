@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from autoscale.cost_model import RoundCost
 from deployments.bench.prompts import PROMPTS
 from deployments.cli import EXIT_USAGE, main
 from deployments.distill import plan as plans
 from deployments.distill.acceptance import expected_speed_up, token_acceptance
-from deployments.distill.plan import DistillOptions, begin, check_room, find_plan, make_plan
+from deployments.distill.plan import DistillOptions, begin, check_room, check_state_room, find_plan, make_plan, state_tokens
 from deployments.distill.prompts import KINDS, endless
 from deployments.distill.report import make_report, model_card
 from engine.distill import shards
@@ -72,6 +73,17 @@ def test_a_shard_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         write_shard(tmp_path, 0, [text((1,), (2,))])
     assert not shard_path(tmp_path, 0).exists()
+
+
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: a traceback after hours of sampling, because safetensors does not raise the system's error."""
+
+    def full(*arguments: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_shard(tmp_path, 0, [text((1,), (2,))])
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
@@ -229,7 +241,7 @@ def test_a_run_takes_the_samples_of_another_one_of_the_same_target(tmp_path: Pat
     """Bug guarded: texts of another model; a run that goes on with other texts because the first one has sampled more since."""
     first = tmp_path / "first"
     begin(first, make_plan(options(first, tokens=900, temperature=0.7), ()))
-    with pytest.raises(ConfigError, match=r"--samples .*first: it holds no complete shard yet"):
+    with pytest.raises(ConfigError, match=r"--samples .*first: there is no complete shard in .*first; "):
         find_plan(options(tmp_path / "second", samples=first))
     write_shard(first / plans.SAMPLES, 0, [text((1, 2), (3,) * 40), text((4,), (5,) * 20)])
     second = options(tmp_path / "second", kind="head", samples=first)
@@ -248,6 +260,21 @@ def test_a_run_takes_the_samples_of_another_one_of_the_same_target(tmp_path: Pat
         find_plan(replace(second, resume=True, samples=tmp_path))
 
 
+def test_samples_of_a_run_that_has_them_from_another_one_are_those_of_the_other(tmp_path: Path) -> None:
+    """Bug guarded: a run that is accepted and then finds none of its texts, because they lie two folders on."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    begin(first, make_plan(options(first, tokens=900), ()))
+    write_shard(first / plans.SAMPLES, 0, [text((1, 2), (3,) * 40), text((4,), (5,) * 20)])
+    begin(second, make_plan(options(second, samples=first), ()))
+    given = options(third, kind="head", samples=second)
+    plan, _ = find_plan(given)
+    assert plan.samples_folder(third) == first / plans.SAMPLES
+    assert shards.num_stored(plan.samples_folder(third), plan.tokens) == (1, 60)
+    begin(third, plan)
+    for same in (second, first):
+        assert find_plan(replace(given, resume=True, samples=same))[0] == plan
+
+
 def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
     """Bug guarded: a traceback about a keyword argument."""
     begin(tmp_path, make_plan(options(tmp_path), ()))
@@ -263,8 +290,26 @@ def test_samples_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest
     check_room(tmp_path, 1_000_000)
     with pytest.raises(ConfigError, match=r"--out .*10000000 samples .* are free"):
         check_room(tmp_path, 10_000_000)
-    with pytest.raises(ConfigError, match=r"and 1.0 GiB of hidden states need .* are free"):
+    with pytest.raises(ConfigError, match=r"and at most 1.0 GiB of hidden states, prompts at their longest, need .* are free"):
         check_room(tmp_path, 1_000, state_bytes=2**30)
+
+
+def test_hidden_states_of_prompts_take_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug guarded: states of the output alone counted, so that the disk is found too small when all is sampled; advice to
+    sample less when nothing is sampled any more.
+    """
+    plan = make_plan(options(tmp_path, kind="head", tokens=1280), ())
+    assert state_tokens(plan, sampled=0, missing=1280) == 10 * (512 + 128)
+    assert state_tokens(plan, sampled=700, missing=129) == 700 + 2 * (512 + 128)
+    assert state_tokens(plan, sampled=700, missing=0) == 700
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(plans.shutil, "disk_usage", lambda path: usage(0, 0, 2**30))
+    check_state_room(tmp_path, plan, 2**28)
+    with pytest.raises(ConfigError) as refused:
+        check_state_room(tmp_path, plan, 2**30)
+    assert "the hidden states of its samples need 1.5 GiB, 1.0 GiB are free" in str(refused.value)
+    assert f"--resume, or begin another run with --out on another disk and --samples {tmp_path}" in str(refused.value)
+    assert "--tokens" not in str(refused.value)
 
 
 def test_steps_default_to_a_few_passes(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--vocabulary",
         type=int,
         metavar="N",
-        help="tokens a head can draft, the most frequent; default: 8,192, with --quick 1,024",
+        help="tokens a head can draft, the most frequent; default: 8,192 or all, with --quick 1,024",
     )
     distill.add_argument("--samples", type=Path, metavar="FOLDER", help="of another run: train on its texts, sample none")
     distill.add_argument("--tokens", type=int, metavar="N", help="to sample; default: 2,000,000, with --quick 2,000")

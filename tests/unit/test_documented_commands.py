@@ -83,7 +83,7 @@ COMMANDS: dict[str, tuple[Entry, ...]] = {
     "outrider bench engine": (
         Ran("tests/numerics/test_documented_commands.py::test_bench_engine", "--quick --json --no-http --batches --set"),
     ),
-    "outrider bench sources": (Ran(SOURCES, "--quick --json --sources --markdown"),),
+    "outrider bench sources": (Ran(SOURCES, "--json --sources --markdown --set"),),
     "outrider bench rounds": (Ran("tests/serve/test_bench_rounds.py::test_the_command_measures_and_reports", "--quick --set"),),
     "outrider bench sampling": (Ran("tests/numerics/test_documented_commands.py::test_bench_sampling", "--quick"),),
     "outrider bench acceptance": (Ran("tests/numerics/test_documented_commands.py::test_bench_acceptance", "--quick"),),

@@ -3,13 +3,15 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from deployments.bench.acceptance import DEPTH, Context, Rounds, standard_error
 from deployments.bench.sampling import SETTINGS, TILE_DROP, _measure_setting, tiled
+from engine.errors import OutriderError
 from engine.testing import TableModel
-from engine.types import SamplingParams
+from engine.types import Proposal, ProposeReply, ProposeRequest, SamplingParams
 
 VOCAB = 12
 TABLE = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
@@ -62,6 +64,31 @@ def test_measured_acceptance_is_the_closed_form(rule: str) -> None:
     assert found["mean_accepted"] == pytest.approx(sum(found["accepted_by_position"]))
     wrong = expected_first("greedy" if rule == "coupled" else "coupled")
     assert abs(first - wrong) > 5 * error  # the rules are told apart
+
+
+class OneAtATime(Model):
+    """Drafts for one context per call and has no budget left for the others, as a draft model may. ``stuck``: for none."""
+
+    stuck = False
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        served = () if self.stuck else request.items[:1]
+        reply = super().propose(msgspec.structs.replace(request, items=served))
+        waiting = tuple(
+            Proposal(sequence_id=item.sequence_id, reason="catching_up", known_length=item.base_length)
+            for item in request.items[len(served) :]
+        )
+        return msgspec.structs.replace(reply, proposals=(*reply.proposals, *waiting))
+
+
+def test_a_draft_that_serves_some_contexts_first_is_waited_for() -> None:
+    """Bug guarded: `outrider calibrate` gave up ("does not catch up") when a call's budget went to other contexts whole."""
+    source = OneAtATime(DRAFT)
+    tally = Rounds(Model(TABLE), source, CONTEXTS).tally("greedy", 0.0, 1)
+    assert tally.as_object() == rounds().tally("greedy", 0.0, 1).as_object()
+    source.stuck = True
+    with pytest.raises(OutriderError, match="does not catch up"):
+        Rounds(Model(TABLE), source, CONTEXTS).tally("greedy", 0.0, 1)
 
 
 def test_block_keeps_no_fewer_and_is_compared_on_the_same_contexts() -> None:

@@ -216,7 +216,7 @@ class LanePolicy:
             return depths
         plan, alone = self._plan_later(batch_size, now_s), self._cost.alone
         if plan.overlap is not None:
-            alone = msgspec.structs.replace(alone, draft=None)
+            alone = alone.with_draft(None)
         survivals = [plan.worths.get(request_id, ())[:depth] for request_id, depth in depths.items()]
         num_beside = num_prompt_tokens + sum(self._texts.num_verified(request_id) for request_id in depths)
         slack = self._slack(num_prompt_tokens + len(depths), num_beside - num_prompt_tokens)
@@ -229,7 +229,7 @@ class LanePolicy:
         """
         if self._fixed_depth is not None or not any(depths.values()):
             return depths
-        plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
+        plan, free = self._plan_later(batch_size, now_s), self._cost.alone.with_draft(None)
         worths = [self._texts.of(request_id).worths[:depth] for request_id, depth in depths.items()]
         slack = self._slack(num_prompt_tokens + len(depths), 0)
         trimmed = allocate(worths, self._rate_beside_prompts(plan), free, len(depths), num_prompt_tokens, slack)
@@ -268,7 +268,7 @@ class LanePolicy:
         """
         if self._fixed_depth is not None:
             return [max(min(offer.length, self._fixed_depth - drafted), 0) for offer, drafted in offers]
-        plan, free = self._plan_later(batch_size, now_s), msgspec.structs.replace(self._cost.alone, draft=None)
+        plan, free = self._plan_later(batch_size, now_s), self._cost.alone.with_draft(None)
         tails = [
             self._texts.after_model(offer, plan.worths.get(offer.request.request_id, ()), drafted) for offer, drafted in offers
         ]

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from autoscale.hit_rate import MAX_FAN_OUT
 from engine.drafting import CATCH_UP_SYNC
-from engine.propose.from_text import TextDraft
 from engine.scheduler import DepthPolicy, FixedDepth
-from engine.types import DepthRequest, StepReport, TextChoice, TextOffer
+from engine.types import DepthRequest, StepReport
 
 
 class Device(Protocol):
@@ -106,10 +105,11 @@ class _Round:
     misses: Counter[str] = field(default_factory=Counter)
 
 
-class _Kept:
-    """What the policy said last, for rounds in which it is not asked: a `DepthPolicy` that learns nothing."""
+class _Kept(FixedDepth):
+    """What the policy said last, for rounds in which it is not asked. Jobs have no text, so nothing is drafted from any."""
 
     def __init__(self) -> None:
+        super().__init__(depth=0)
         self.last_depths: dict[str, int] = {}
         self.usual_depth = 0
         """Of requests that have come since."""
@@ -122,27 +122,6 @@ class _Kept:
         last, usual = self.last_depths, self.usual_depth
         return [max(min(last.get(request.request_id, usual), request.room), 0) for request in requests]
 
-    def trim(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
-        return depths
-
-    def text_choices(self, offers: Sequence[TextOffer], batch_size: int, now_s: float, *, has_model: bool) -> list[TextChoice]:
-        return [TextChoice(0, is_first=False)] * len(offers)  # jobs have no text
-
-    def trim_texts(self, depths: Mapping[str, int], num_prompt_tokens: int, batch_size: int, now_s: float) -> Mapping[str, int]:
-        return depths
-
-    def continuations(
-        self,
-        offers: Sequence[tuple[TextOffer, int]],
-        num_prompt_tokens: int,
-        num_drafted: int,
-        batch_size: int,
-        now_s: float,
-    ) -> list[int]:
-        return [0] * len(offers)
-
-    def observe_text(self, request_id: str, offer: TextDraft, kept: int, tested: int) -> None: ...
-
     def fan_out(self, request_id: str, draft_length: int, batch_size: int, now_s: float) -> tuple[int, ...]:
         if draft_length in self.guesses or not self.guesses:
             return self.guesses.get(draft_length, ())
@@ -154,17 +133,6 @@ class _Kept:
 
     def patience_s(self, batch_size: int, num_expected: int, now_s: float) -> float:
         return self.patience
-
-    def observe(self, request_id: str, drafted: int, accepted: int, *, reached: bool = True) -> None: ...
-
-    def finished(self, request_id: str) -> None: ...
-
-    def report(self, report: StepReport, now_s: float) -> None: ...
-
-    def look_ahead(self, batch_size: int) -> None: ...
-
-    spares_first_tokens = False
-    overlaps = True
 
 
 class Lane:

@@ -24,15 +24,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers whose tokens are bytes."""
-    return write_byte_llama(
-        tmp_path_factory.mktemp("tiny"),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-    )
+    return write_byte_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
 
 
 def bench(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

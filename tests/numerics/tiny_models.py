@@ -261,9 +261,16 @@ def random_ids(count: int) -> list[int]:
 
 
 def write_byte_llama(folder: Path, **sizes: int) -> Path:
-    """A random Llama whose tokens are bytes, with its tokenizer."""
+    """A random Llama whose tokens are bytes, with its tokenizer: two layers of 32 where ``sizes`` say nothing else."""
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(vocab_size=258, eos_token_id=257, initializer_range=0.2, **sizes)
+    usual = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = transformers.LlamaConfig(vocab_size=258, eos_token_id=257, initializer_range=0.2, **{**usual, **sizes})
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate([*alphabet, "<unk>", "</s>"])}, []))
